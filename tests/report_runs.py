@@ -238,6 +238,7 @@ async def _run(
             group_id = next(order)
             group = [rollout_of(rng, group_id) for _ in range(GROUP)]
             for rollout in group:
+                rollout.cut(config.seq_len)
                 await score_rollout(hooks, rollout)
             await score_group(hooks, group)
             store.group_scored(group)

@@ -92,6 +92,7 @@ CONTRACT = (
     "config/contract.py",
     "errors.py",
     "plugins",
+    "rewards.py",
     "rollout.py",
     "streams.py",
 )

@@ -9,6 +9,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl_app.config import (
     build_config,
+    fitted,
     load_config,
     merge,
     parse_overrides,
@@ -332,3 +333,17 @@ def test_a_name_that_is_a_path_is_refused(key, name):
 def test_a_number_that_json_cannot_hold_is_refused(toml, key, value):
     with pytest.raises(ConfigError, match=rf"^{key}: expected a finite number, got {value}"):
         load_config([toml(ENV)], [f"--{key}={value}"])
+
+
+def test_a_short_run_keeps_the_schedule_that_was_asked_for() -> None:
+    """Resumed with more steps it has the whole warm-up."""
+    table = {"type": "linear", "warmup_steps": 10, "decay_steps": 30}
+    whole = {"model": {"name": "m"}, "max_steps": 3, "trainer": {"scheduler": table}}
+    whole["orchestrator"] = {"train": {"env": [{"id": "e"}]}}
+    given = build_config(whole)
+    config, notices = fitted(given)
+    assert config.trainer.scheduler == given.trainer.scheduler
+    assert any("max_steps 3 shortens warmup_steps to 0" in notice for notice in notices)
+    longer, quiet = fitted(config.model_copy(update={"max_steps": 40}))
+    assert longer.trainer.scheduler.warmup_steps == 10
+    assert not any("scheduler" in notice for notice in quiet)

@@ -150,3 +150,9 @@ def test_max_rl_has_no_length_penalty():
     assert str(caught.value) == (
         "algo (algorithm 'max_rl').length_penalty: unknown key; known here: none"
     )
+
+
+def test_the_best_answers_are_those_with_the_best_reward_up_to_rounding():
+    """Costs 100 and 300, mean 200: the first, worth 0.9999999999999999, saves a half."""
+    shaped = efficiency_shaped([0.7 + 0.2 + 0.1, 1.0, 0.5], [100, 300, 50])
+    assert shaped == pytest.approx([1.5, 1.0, 0.5])

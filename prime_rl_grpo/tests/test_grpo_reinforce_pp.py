@@ -51,3 +51,13 @@ def test_equal_rewards_give_exactly_no_credit(cls):
 @pytest.mark.parametrize("cls", [ReinforcePP, ReinforcePPBaseline])
 def test_the_conformance_checks_pass(cls):
     check_algorithm(cls(cls.config_class()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_rewards_that_differ_by_rounding_in_float32_give_exactly_no_credit(scale):
+    """0.7123459 has digits of its own, so neither reward is rounded to a simple number."""
+    reward = np.float32(scale * 0.7123459)
+    group = make_group([float(reward), float(np.nextafter(reward, np.float32(1e9)))])
+    assert group[0].reward != group[1].reward
+    score_batch(ReinforcePP(PluginConfig()), [group])
+    assert not any(rollout.advantages.any() for rollout in group)

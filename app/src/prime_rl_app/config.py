@@ -91,14 +91,16 @@ def _check_finite(value: Any, path: tuple[str, ...]) -> None:
 
 
 def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The config with its learning-rate schedule shortened to ``max_steps``, then as plugins fit it
-    to this machine, and notices of that. They report no error: ``resolve.check`` does."""
-    steps, notices = config.max_steps, list[str]()
-    if (after := config.trainer.scheduler.fitted(steps)) != config.trainer.scheduler:
-        trainer = config.trainer.model_copy(update={"scheduler": after})
-        config = config.model_copy(update={"trainer": trainer})
-        shorter = f"max_steps {steps} shortens warmup_steps to {after.warmup_steps}"
-        notices.append(f"trainer.scheduler: {shorter}")
+    """The config as plugins fit it to this machine, and notices of that and of a learning-rate
+    schedule that the trainer will shorten. They report no error: ``resolve.check`` does."""
+    steps = config.max_steps
+    notices: list[str] = []
+    given = config.trainer.scheduler
+    shortened = given.fitted(steps)
+    if shortened != given:
+        # The config keeps what was asked for: resumed with more steps, the run has it all.
+        shorter = f"max_steps {steps} shortens warmup_steps to {shortened.warmup_steps}"
+        notices.append(f"trainer.scheduler: {shorter}, until the run is resumed with more steps")
     config, more = fit_open_files(config)
     notices += more
     for entry in entry_points(group=FITS):

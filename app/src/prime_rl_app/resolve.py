@@ -55,7 +55,7 @@ def check(config: RunConfig) -> Hooks:
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
         (check_envs, config),
-        (train.scheduler.check, train.optim.lr, config.max_steps),
+        (train.scheduler.fitted(config.max_steps).check, train.optim.lr, config.max_steps),
         *((algorithm_of, env, config, hooks) for env in orchestrator.train.env),
         (lambda: check_algorithms(config, hooks, Components.load(train, trainer)),),
         *((losses.__getitem__, name) for name in losses.tables),

@@ -61,6 +61,7 @@ if _typing.TYPE_CHECKING:
     from prime_rl.registry.calls import log_metric
     from prime_rl.registry.checks import CONTRACT_VERSION
     from prime_rl.registry.import_path import import_function
+    from prime_rl.rewards import at_least, is_negligible, settled
     from prime_rl.rollout import ROLES, Group, Rollout, Sample, Turn
     from prime_rl.streams import LossComponent
 
@@ -129,6 +130,9 @@ _MODULES = {
     "WeightTransport": "prime_rl.plugins.weight_transports",
     "Weights": "prime_rl.plugins.weight_transports",
     "log_metric": "prime_rl.registry.calls",
+    "at_least": "prime_rl.rewards",
+    "is_negligible": "prime_rl.rewards",
+    "settled": "prime_rl.rewards",
     "CONTRACT_VERSION": "prime_rl.registry.checks",
     "import_function": "prime_rl.registry.import_path",
     "Group": "prime_rl.rollout",
@@ -207,9 +211,12 @@ __all__ = [
     "Weights",
     "WeightsError",
     "WireError",
+    "at_least",
     "hookimpl",
     "import_function",
+    "is_negligible",
     "log_metric",
+    "settled",
 ]
 
 

@@ -8,6 +8,7 @@ Shapes: T = tokens of one sample, env-provided and sampled ones interleaved;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import StreamError
+from prime_rl.rewards import DOUBLE, settled
 from prime_rl.streams import (
     STREAMS,
     WEIGHTS,
@@ -110,6 +112,11 @@ class Sample:
     def num_trainable_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
+    @property
+    def first_tokens(self) -> npt.NDArray[np.int64]:
+        """The position of the token that nothing predicts; none in an empty sample."""
+        return np.arange(min(len(self), 1))
+
     def cut(self, limit: int) -> Sample:
         """The first ``limit`` tokens."""
         if len(self) <= limit:
@@ -157,6 +164,8 @@ class Rollout:
     example_id: int
     group_id: int
     reward: float
+    """A sum of terms. Core has undone its rounding when the first plugin sees it: 0.7 + 0.2 + 0.1
+    is 1.0."""
     samples: list[Sample]
     rewards: dict[str, float] = field(default_factory=dict)
     """The env's named reward terms, each before its weight."""
@@ -191,6 +200,12 @@ class Rollout:
     assigned: set[str] = field(default_factory=set)
     """Weight streams an algorithm wrote itself: stamping keeps them."""
     frozen: bool = False
+
+    def settle(self) -> None:
+        """Undo the rounding of the reward (``rewards.settled``): equal rewards compare equal."""
+        terms = (abs(term) for term in self.rewards.values() if isinstance(term, float | int))
+        finite = (term for term in terms if math.isfinite(term))
+        self.reward = settled(self.reward, scale=max(finite, default=1.0))
 
     @property
     def is_live(self) -> bool:
@@ -265,6 +280,14 @@ class Rollout:
         parts = [s.advantages[s.loss_mask] for s in self.samples if s.advantages is not None]
         return np.concatenate(parts) if parts and len(parts) == len(self.samples) else None
 
+    @property
+    def has_credit(self) -> bool:
+        """Whether any advantage is more than what rounding leaves of a reward minus its like: a
+        mean of equal rewards may differ from them in the last bits."""
+        advantages = self.advantages
+        rounding = DOUBLE * abs(self.reward)
+        return advantages is not None and bool((np.abs(advantages) > rounding).any())
+
     def assign_advantages(self, credit: float | Values) -> None:
         """Write per-token credit.
 
@@ -297,6 +320,32 @@ class Rollout:
                 "use assign_weights for the weights of a component."
             )
         self._write(name, values, off_mask_must_be_zero=name == "advantages")
+
+    def cut(self, limit: int) -> int:
+        """Cut the samples to ``limit`` tokens each, before anything scores them: credit may stand
+        at a single token, such as the last. A sample with no trainable token left goes. Returns how
+        many samples were longer; then the rollout counts as truncated."""
+        num_longer = sum(len(sample) > limit for sample in self.samples)
+        if num_longer:
+            shorter = [sample.cut(limit) for sample in self.samples]
+            self.samples = [sample for sample in shorter if trains(sample)]
+            self.is_truncated = True
+            self._keep_turn_rewards()
+        return num_longer
+
+    def _keep_turn_rewards(self) -> None:
+        """After a cut: what turns that are gone have earned goes to the last turn that is left, as
+        the rollout's reward does."""
+        columns = [s.node_ids[s.loss_mask] for s in self.samples if s.node_ids is not None]
+        left = {str(node) for column in columns for node in np.unique(column)}
+        rewards = self.info.get(TURN_REWARDS, {})
+        if not left or rewards.keys() <= left:
+            return
+        kept = {node: reward for node, reward in rewards.items() if node in left}
+        last = max(left, key=int)
+        gone = sum(reward for node, reward in rewards.items() if node not in left)
+        kept[last] = kept.get(last, 0.0) + gone
+        self.info = self.info | {TURN_REWARDS: kept}
 
     def freeze(self) -> None:
         """Freeze the streams: later assignments raise ``StreamError``."""

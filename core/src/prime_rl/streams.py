@@ -60,6 +60,9 @@ class Columns(Protocol):
     @property
     def streams(self) -> Mapping[str, StreamColumn]: ...
 
+    @property
+    def first_tokens(self) -> npt.NDArray[np.int64]: ...
+
     def __len__(self) -> int: ...
 
 
@@ -84,14 +87,20 @@ def components(columns: Columns) -> list[LossComponent]:
 
 def members(columns: Columns, component: LossComponent) -> BoolColumn:
     """[T] the tokens that train in a component: those with a weight other than zero. Without a
-    weight stream, rl trains every sampled token and the others none.
+    weight stream, rl trains every sampled token and the others none. The first token of a sequence
+    is no member: nothing predicts it.
 
     Scoring, packing and the trainer's counts all use this rule.
     """
     weights = stream(columns, f"{component}{WEIGHTS}")
+    if weights is not None:
+        mask = np.asarray(weights != 0)
+    else:
+        mask = np.full(len(columns), component == "rl")
     if component == "rl":
-        return columns.loss_mask if weights is None else columns.loss_mask & (weights != 0)
-    return np.zeros(len(columns), np.bool_) if weights is None else weights != 0
+        mask &= columns.loss_mask
+    mask[columns.first_tokens] = False
+    return mask
 
 
 def trains(columns: Columns, *, beside: LossComponent | None = None) -> bool:

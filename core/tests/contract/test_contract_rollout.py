@@ -6,6 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, Sample, StreamError
+from prime_rl.orchestrator.packer import pack
+from prime_rl.streams import members
+from prime_rl.testing import make_rollout, make_sample
 
 
 def sample(mask: str) -> Sample:
@@ -264,3 +267,51 @@ def test_weights_are_one_number_per_token_and_a_stream_has_at_least_one():
         one.assign_weights("ce", [[1.0, 2.0], [3.0, 4.0]])
     with pytest.raises(StreamError, match=r"top: got shape \(2, 0\), expected one value"):
         one.assign_stream("top", np.zeros((2, 0)))
+
+
+def test_a_rollout_is_cut_with_the_samples_that_have_something_to_train():
+    """Prompts of two and three tokens; the second sample's first sampled token is its fourth."""
+    rollout = make_rollout(completion=4)
+    rollout.samples.append(make_sample(prompt=3, completion=1))
+    assert rollout.cut(6) == 0 and not rollout.is_truncated
+    assert rollout.cut(3) == 2 and rollout.is_truncated
+    assert [sample.loss_mask.tolist() for sample in rollout.samples] == [[False, False, True]]
+
+
+def test_the_first_token_of_a_sequence_is_no_member():
+    """Nothing predicts it: it would only stand in the divisors."""
+    sample = Sample(
+        token_ids=[1, 2, 3],
+        loss_mask=[True, True, False],
+        inference_logprobs=[-1, -1, 0],
+        ce_weights=[1, 0, 1],
+    )
+    assert members(sample, "rl").tolist() == [False, True, False]
+    assert members(sample, "ce").tolist() == [False, False, True]
+    row, *_ = pack([sample, sample], ["a", "a"], 10)
+    assert members(row, "rl").tolist() == [False, True, False] * 2
+    assert members(row, "ce").tolist() == [False, False, True] * 2
+    assert sample.loss_mask.tolist() == [True, True, False]
+
+
+def test_a_rollout_of_one_token_without_a_prompt_has_no_member():
+    sample = Sample(token_ids=[1], loss_mask=[True], inference_logprobs=[-1])
+    rollout = Rollout(env="e", example_id=0, group_id=0, reward=1.0, samples=[sample])
+    assert not rollout.has_members
+
+
+def test_what_the_turns_that_are_cut_off_have_earned_goes_to_the_last_one_left():
+    """Three replies of one token, nodes 1, 3 and 5; the cut is within the third message."""
+    sample = Sample(
+        token_ids=[7, 1, 8, 2, 9, 3],
+        loss_mask=[False, True] * 3,
+        inference_logprobs=[0, -1] * 3,
+        node_ids=[0, 1, 2, 3, 4, 5],
+    )
+    rollout = Rollout(env="e", example_id=0, group_id=0, reward=1.0, samples=[sample])
+    rollout.info = {"turn_rewards": {"1": 0.25, "5": 2.0}, "other": 1}
+    rollout.cut(5)
+    assert rollout.info == {"turn_rewards": {"1": 0.25, "3": 2.0}, "other": 1}
+    assert [turn.reward for turn in rollout.turns] == [None, 0.25, None, 2.0, None]
+    rollout.cut(2)
+    assert rollout.info["turn_rewards"] == {"1": 2.25}

@@ -23,6 +23,7 @@ from prime_rl import (
     PluginConfig,
     Rollout,
     RunError,
+    StreamError,
     hookimpl,
 )
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
@@ -39,7 +40,7 @@ from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import Batch
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
-from prime_rl.testing import make_rollout
+from prime_rl.testing import make_rollout, make_sample
 from prime_rl.wire.micro_batch import decode_batch
 from prime_rl_app.config import build_config
 from prime_rl_observers import watchdog
@@ -58,6 +59,29 @@ class AboveMean(Algorithm):
         mean = sum(rollout.reward for rollout in group) / len(group)
         for rollout in group:
             rollout.assign_advantages(rollout.reward - mean)
+
+
+class AtTheEnd(Algorithm):
+    """All credit stands at the last token, as the reward of PPO does."""
+
+    name = "at_the_end"
+
+    @hookimpl
+    def score_rollout(self, rollout: Rollout) -> None:
+        credit = np.zeros(rollout.num_trainable_tokens)
+        credit[-1] = 1 + rollout.reward
+        rollout.assign_advantages(credit)
+
+
+class Lengthens(AtTheEnd):
+    """Appends a sample of seven tokens."""
+
+    name = "lengthens"
+
+    @hookimpl
+    def score_rollout(self, rollout: Rollout) -> None:
+        rollout.samples.append(make_sample(completion=5))
+        rollout.assign_advantages(1.0)
 
 
 class OverTheBatch(AboveMean):
@@ -203,6 +227,7 @@ class World:
         algorithm: type = AboveMean,
         filters: Sequence[Filter] = (),
         max_steps: int = STEPS,
+        seq_len: int = 64,
         **settings: Any,
     ) -> None:
         settings = {"batch_size": 4, "group_size": 2, "max_off_policy_steps": 0} | settings
@@ -210,7 +235,7 @@ class World:
             {
                 "model": {"name": "m"},
                 "max_steps": max_steps,
-                "seq_len": 64,
+                "seq_len": seq_len,
                 "orchestrator": {
                     **settings, "weights_timeout": 5, "train": {"env": [{"id": "e"}]},
                 },
@@ -273,6 +298,29 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
     assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
     assert world.sampling.dispatcher.num_inflight == 0
+
+
+async def test_rollouts_are_cut_before_they_are_scored(tmp_path: Path) -> None:
+    """Three of five tokens stay: the prompt and one sampled one, which gets the whole credit."""
+    world = World(tmp_path, algorithm=AtTheEnd, seq_len=3)
+    assert await world.loop.run() is None
+    assert world.trainer.frames == [(1, 12), (2, 12), (3, 12)]
+    assert world.trainer.credit == [{1.0, 2.0}] * 3
+    assert world.sampling.take_metrics()["batch/truncated_samples"] == 12
+    assert world.sampling.take_metrics()["batch/truncated_samples"] == 0
+
+
+async def test_a_rollout_with_no_sampled_token_within_seq_len_has_failed(tmp_path: Path) -> None:
+    world = World(tmp_path, algorithm=AtTheEnd, seq_len=2)
+    with pytest.raises(RunError, match=r"left nothing to train .*failed"):
+        await world.loop.run()
+    assert not world.trainer.frames
+
+
+async def test_a_sample_that_a_plugin_makes_too_long_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, algorithm=Lengthens, seq_len=6)
+    with pytest.raises(StreamError, match=r"7 tokens, and seq_len is 6.*host\.seq_len"):
+        await world.loop.run()
 
 
 async def test_a_batch_is_scored_after_the_filters_and_leaves_with_that_credit(

@@ -356,3 +356,14 @@ def test_a_checkpoint_keeps_its_weights_when_the_broadcast_is_gone(
     assert (finished(tmp_path, 4).weights / "tokenizer.json").exists()
     last = make_trainer(finished(tmp_path, 6).weights)
     assert same(last, trainer) and make_trainer(finished(tmp_path, 4).weights)
+
+
+def test_the_warm_up_that_a_short_run_shortened_is_whole_again_with_more_steps(
+    model_dir: Path,
+) -> None:
+    """Of 8 steps of warm-up, a run of 2 steps has one, and one of 20 steps all."""
+    table = {"type": "constant", "warmup_steps": 8}
+    short = make_trainer(model_dir, lr=1.0, max_steps=2, scheduler=table)
+    long = make_trainer(model_dir, lr=1.0, max_steps=20, scheduler=short.config.scheduler)
+    assert short.learning_rate(2) == 1.0
+    assert [long.learning_rate(step) for step in (1, 4, 8, 9)] == [1 / 8, 1 / 2, 1, 1]

@@ -193,7 +193,7 @@ def test_zero_credit_leaves_the_loss_that_it_drives_whatever_its_name(action_los
     alone, beside = rollout_of("a"), rollout_of("a")
     for rollout in (alone, beside):
         rollout.assign_advantages(0.0)
-    beside.samples[0].ce_weights = np.array([1, 0, 0], np.float32)
+    beside.samples[0].ce_weights = np.array([0, 1, 0], np.float32)
     for rollout in (alone, beside):
         stamp(rollout, action_loss, losses)
     assert not alone.trains_beside_rl and alone.has_members

@@ -303,21 +303,23 @@ def test_a_detached_loss_is_refused_unless_it_is_zero(pack: Any) -> None:
 
 
 def test_per_env_denominators_by_hand(pack: Any) -> None:
-    """Env x has 3 rl tokens, y one; ce has one of x and two of y."""
+    """Env x has 3 rl tokens, y two; ce has one of x and two of y. The weight of a first token,
+    which nothing predicts, counts nowhere."""
     row = pack(
-        [[1, 2, 3], [3, 4], [5, 6]],
+        [[1, 2, 3], [3, 4], [5, 6, 7]],
         envs=("y", "x"),
         env_ids=[1, 1, 0],
-        advantages=[0, 1, 1, 0, 1, 0, 1],
-        ce_weights=[1, 0, 0, 0, 0, 0.5, 1],
+        advantages=[0, 1, 1, 0, 1, 0, 1, 1],
+        ce_weights=[0, 1, 0, 0, 0, 8, 0.5, 1],
     )
-    leaf = torch.full((7,), -1.0, requires_grad=True)
+    leaf = torch.full((8,), -1.0, requires_grad=True)
     for kind in (Reinforce, TokenWiseReinforce):
         losses = installed_losses().with_rl(kind(PluginConfig()), LossTable(normalize_by="env"))
         result = row_loss(make_row(row, CPU), leaf, losses, count_members([row], losses))
         (gradient,) = torch.autograd.grad(result.loss, leaf)
         third = 1 / 3
-        expected = [-1, -third, -third, 0, -third, -0.25, -1 - 0.5]
+        y = [0, -1 / 2 - 0.25, -1 / 2 - 0.5]
+        expected = [0, -third - 1, -third, *y, 0, -third]  # the row has the longest first
         assert gradient.tolist() == pytest.approx(expected)
         assert float(result.parts["rl"]) == pytest.approx(1 + 1)
         assert float(result.parts["ce"]) == pytest.approx(1 + 1.5 / 2)

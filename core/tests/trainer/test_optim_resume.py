@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
@@ -129,6 +130,67 @@ def test_a_resume_between_batches_of_several_optimizer_steps_changes_nothing(
     assert same(resumed, straight) and not same(first, straight)
 
 
+class Guest(nn.Module):
+    """A part of the model that only some steps use: an expert, an indexer, an unread LM head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.linspace(-0.5, 0.5, 12).reshape(3, 4))
+        self.bias = nn.Parameter(torch.tensor([0.25, -0.5, 1.0]))
+
+    def cost(self) -> torch.Tensor:
+        return self.matrix.square().sum() + (self.bias - 2).square().sum()
+
+
+@pytest.mark.parametrize("first_used_at", [None, 2, 3, 4])
+@pytest.mark.parametrize(
+    "optim",
+    [*OPTIMIZERS, {"type": "adamw_offload"}],
+    ids=lambda optim: "_".join(map(str, optim.values())),
+)
+def test_a_parameter_without_a_gradient_before_the_checkpoint_begins_with_a_new_state(
+    tmp_path: Path,
+    model_dir: Path,
+    pack: Any,
+    random_documents: Any,
+    optim: dict[str, Any],
+    first_used_at: int | None,
+) -> None:
+    """The checkpoint is of step 2. Whatever steps use the guest, four steps in one run and two and
+    two are the same, also through a second checkpoint."""
+
+    def make(folder: Path, guest: Guest) -> Trainer:
+        table = TrainerConfig.model_validate(
+            {"optim": {"lr": 1e-2, "weight_decay": 0.0, **optim}, "device": "cpu"}
+        )
+        model = load_model(folder, table)
+        model.add_module("guest", guest)
+        losses = installed_losses().with_rl(PolicyGradient(PluginConfig()))
+        maker = make_optimizer(table.optim, load_plugins(TRAINER_GROUP))
+        return Trainer(model, losses, table, 10, maker=maker)
+
+    def train(trainer: Trainer, steps: range) -> None:
+        for step in steps:
+            if first_used_at is not None and step >= first_used_at:
+                trainer.model.guest.cost().backward()
+            trainer.train_step(step, [pack(random_documents([9, 5], seed=step))])
+
+    straight = make(model_dir, Guest())
+    train(straight, range(1, 5))
+    interrupted = make(model_dir, Guest())
+    train(interrupted, range(1, 3))
+    for step in (2, 3):
+        checkpoint = write(interrupted, step, tmp_path / "checkpoint")
+        guest = Guest()
+        guest.load_state_dict(interrupted.model.guest.state_dict())
+        interrupted = make(checkpoint.weights, guest)
+        restore(interrupted, checkpoint)
+        train(interrupted, range(step + 1, step + 2))
+    assert same(interrupted, straight)
+    moved = not interrupted.model.guest.bias.equal(Guest().bias)
+    assert moved == (first_used_at is not None)
+
+
 def test_the_checkpoint_of_another_optimizer_is_refused(
     tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any
 ) -> None:
@@ -137,3 +199,26 @@ def test_the_checkpoint_of_another_optimizer_is_refused(
     checkpoint = write(first, 1, tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="does not hold the state of this model and optimizer"):
         restore(make_trainer(checkpoint.weights, {"type": "muon"}), checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adamw_offload"])
+def test_the_checkpoint_of_an_optimizer_without_state_is_refused(
+    tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any, kind: str
+) -> None:
+    first = make_trainer(model_dir, {"type": "sign_sgd"})
+    first.train_step(1, [pack(random_documents([9]))])
+    checkpoint = write(first, 1, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="does not hold the state of this model and optimizer"):
+        restore(make_trainer(checkpoint.weights, {"type": kind}), checkpoint)
+
+
+def test_a_checkpoint_that_lacks_a_part_of_a_parameters_state_is_refused(
+    tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any
+) -> None:
+    first = make_trainer(model_dir, {"type": "adamw"})
+    first.train_step(1, [pack(random_documents([9]))])
+    (some, *_) = first.optimizer.state.values()
+    del some["exp_avg_sq"]
+    checkpoint = write(first, 1, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="exp_avg_sq"):
+        restore(make_trainer(checkpoint.weights, {"type": "adamw"}), checkpoint)

@@ -87,7 +87,7 @@ def runs(
                 job("one_minibatches", trainer=MINIBATCHES, loss="old_ratio"),
                 job("one_anchored", trainer=ANCHORED, loss="anchored"),
                 job("one_head", trainer=HEAD),
-                job("one_own_model", trainer=OWN_MODEL),
+                job("one_own_model", UNTIED, trainer=OWN_MODEL),
                 job("one_recurrent", RECURRENT, trainer=SMALL),
                 job("one_withholding", WITHHOLDING, trainer=SMALL),
             ],
@@ -120,7 +120,13 @@ def runs(
                 ),
                 job("two_head", trainer=HEAD),
                 job("two_head_replicas", trainer={**HEAD, "dp_replicate": 2}),
-                job("two_own_model", trainer=OWN_MODEL),
+                job("two_own_model", UNTIED, trainer=OWN_MODEL),
+                job(
+                    "two_own_model_from_one",
+                    UNTIED,
+                    trainer=OWN_MODEL,
+                    resume=checkpoint("one_own_model"),
+                ),
                 job("two_head_from_one", trainer=HEAD, resume=checkpoint("one_head")),
                 job("two_recurrent", RECURRENT, trainer=SMALL),
                 job("two_withholding", WITHHOLDING, trainer=SMALL),
@@ -210,6 +216,7 @@ MANY = [
 ]
 RESUMED = [
     "two_head_from_one",
+    "two_own_model_from_one",  # nothing reads its LM head, which has no gradient and no state
     "two_anchored_from_one",
     "two_from_one",
     "two_from_four",

@@ -140,3 +140,20 @@ def test_penalties_train_the_same_tokens_with_their_weight() -> None:
     score(made(Reinforce, penalties={"ce": 0.25}), group)
     assert rollout.samples[0].ce_weights is not None
     assert rollout.samples[0].ce_weights.tolist() == [0, 0, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("rewards", [[0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3]])
+def test_weighted_sums_that_differ_by_rounding_are_ties(rewards: list[float]) -> None:
+    lengths = [2, 30, 4][: len(rewards)]
+    for cls in GROUP_RELATIVE:
+        table = {"max_tokens": 20, "cache": 10} if cls is DAPO else {}
+        assert credit(made(cls, **table), group_of(rewards, lengths)) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("cls", [GRPOStd, DAPO])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_a_deviation_that_is_rounding_of_float32_divides_nothing(cls: Any, scale: float) -> None:
+    """One spacing apart; at 1000 it is 6e-5, and the 1e-6 beside the deviation no help."""
+    reward = np.float32(scale * 0.7123459)
+    pair = [float(reward), float(np.nextafter(reward, np.float32(1e9)))]
+    assert credit(made(cls), group_of(pair)) == [0.0, 0.0]

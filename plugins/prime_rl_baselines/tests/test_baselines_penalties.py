@@ -53,6 +53,31 @@ def test_the_estimates_of_the_kl(estimator: Any) -> None:
     assert slopes.tolist() == pytest.approx([*(weights * slope), 0.0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [-19.0, -20.0, -20.5, -60.0, -1000.0])
+def test_k3_pushes_the_policy_back_however_far_below_it_is(d: float, dtype: Any) -> None:
+    """Up to -20 it is the formula; below, the line through its value at -20 with the slope there.
+    The loss falls where log π rises, everywhere, and all numbers are finite."""
+    trainer = torch.tensor([-0.5, d - 0.5], dtype=dtype).requires_grad_()
+    inputs = LossInputs(
+        trainer_logprobs=trainer,
+        inference_logprobs=torch.zeros(2, dtype=dtype),
+        ref_logprobs=None,
+        advantages=torch.zeros(2, dtype=dtype),
+        loss_mask=torch.tensor([False, True]),
+        loss_weights=None,
+        initial_logprobs=torch.tensor([-0.5, -0.5], dtype=dtype),
+    )
+    outputs = KLToInitialLoss(KLToInitialConfig(estimator="k3"))(inputs)
+    (slopes,) = torch.autograd.grad(outputs.loss, trainer)
+    at = max(d, -20.0)
+    slope = 1 - np.exp(-at)
+    expected = np.exp(-at) - 1 + at + slope * (d - at)
+    assert outputs.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert slopes.tolist() == pytest.approx([0.0, slope], rel=1e-5)
+    assert slopes[1] < 0 < outputs.loss
+
+
 def test_the_expected_gradients_are_those_of_the_two_divergences() -> None:
     """Over a vocabulary of 3 with logits x: sum_v p_v slope_v d log p_v / dx, enumerated, against
     central differences of KL(p || q) and KL(q || p)."""

@@ -85,9 +85,25 @@ def test_a_reply_without_a_reward_has_the_outcome_alone() -> None:
     assert credit(made(MTGRPO, std=False), group) == [[0.7, 0.5, 0.5], [-0.7, -0.5, -0.5]]
 
 
-def test_mt_grpo_without_any_reward_of_a_turn_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs rewards of turns.*Use grpo, or gigpo"):
-        credit(made(MTGRPO), [episode([A, B], 1.0), episode([A, B], 0.0)])
+def test_a_group_without_rewards_of_turns_has_the_outcome_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its rollouts may all have failed at something before the env rewards a turn."""
+    algorithm = made(MTGRPO, std=False)
+    for _ in range(2):
+        group = [episode([A, B], 1.0), episode([A, B], 0.0)]
+        assert credit(algorithm, group) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert caplog.text.count("has no rewards of turns") == 1
+    assert "use grpo, or gigpo" in caplog.text
+
+
+def test_mt_grpo_does_not_warn_of_a_group_after_one_with_rewards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    algorithm = made(MTGRPO, std=False)
+    credit(algorithm, [episode([A, B], 1.0, [0.2, None]), episode([A, B], 0.0, [0.8, None])])
+    credit(algorithm, [episode([A, B], 1.0), episode([A, B], 0.0)])
+    assert not caplog.text
 
 
 def test_gigpo_compares_the_replies_to_one_observation() -> None:
@@ -214,3 +230,12 @@ def single(rewards: Any) -> list[Rollout]:
 
 def test_vineppo_passes_the_conformance_checks() -> None:
     check_algorithm(made(VinePPO, max_tokens=8), make_group=single)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_a_deviation_that_is_rounding_of_float32_divides_nothing(scale: float) -> None:
+    reward = np.float32(scale * 0.7123459)
+    pair = [float(reward), float(np.nextafter(reward, np.float32(1e9)))]
+    group = [episode([A, B], each, [each, 0.0]) for each in pair]
+    for cls in (MTGRPO, GiGPO):
+        assert credit(made(cls), group) == [[0.0, 0.0], [0.0, 0.0]]

@@ -186,3 +186,9 @@ def test_an_episode_of_several_agents_counts_as_their_mean_and_fixed_players_do_
     assert of_the_policy([result("proposer", 1.0), broken]) is broken
     alone = result("agent", 0.25)
     assert of_the_policy([alone, result("judge", 9.0, trainable=False)]) is alone
+
+
+def test_rewards_that_are_binary_up_to_rounding_have_pass_rates():
+    """1 of 2 and 2 of 2 are right."""
+    rates = pass_rates([[0.7 + 0.2 + 0.1, 0.3 - 0.1 - 0.2], [1.0, 0.1 + 0.2 + 0.7]])
+    assert rates["pass@1"] == 0.75 and rates["pass@2"] == 1.0 and rates["pass^2"] == 0.5

@@ -15,8 +15,8 @@ from prime_rl_filters.repetition import RepetitionConfig
 THRESHOLD = -13.9312
 
 
-def rollout(*samples: Sample) -> Rollout:
-    return Rollout(env="e", example_id=0, group_id=0, reward=0.0, samples=list(samples))
+def rollout(*samples: Sample, reward: float = 0.0) -> Rollout:
+    return Rollout(env="e", example_id=0, group_id=0, reward=reward, samples=list(samples))
 
 
 def tokens(ids, logprobs, mask=None, **streams) -> Sample:
@@ -188,7 +188,7 @@ def test_rollouts_without_assigned_credit_stay():
 
 def test_rollouts_that_another_component_trains_stay():
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.1])) is None
-    assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[1.0, 0.0])) is None
+    assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[0.0, 1.0])) is None
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.0])) == "every advantage is zero"
 
 
@@ -225,3 +225,12 @@ def test_a_demonstration_without_sampling_logprobs_stays():
     assert gibberish.filter_rollout(demonstration) is None
     demonstration.has_logprobs = True
     assert gibberish.filter_rollout(demonstration) is not None
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 1e5 / 7])
+def test_zero_advantage_takes_the_rounding_of_a_mean_for_zero(reward):
+    """The plain mean of ten equal rewards differs from them in the last bits."""
+    mean = sum([reward] * 10) / 10
+    found = credited(reward - mean, mean - reward)
+    of_rewards = rollout(found, reward=reward)
+    assert ZeroAdvantage(PluginConfig()).filter_rollout(of_rewards) == "every advantage is zero"

@@ -227,3 +227,11 @@ def test_the_critic_learns_the_enumerated_values(model_dir: Path, gae_lambda: fl
     assert seen.keys() == expected.keys() and len(expected) == 6
     for prefix, value in expected.items():
         assert seen[prefix] == pytest.approx(float(value), abs=2e-3), prefix
+
+
+def test_the_reward_of_a_rollout_that_is_cut_stands_at_its_last_token() -> None:
+    """Of 2 + 3 tokens 4 stay; the return of both sampled ones is the reward."""
+    rollout = make_group([0.75])[0]
+    rollout.cut(4)
+    score(PPO(PluginConfig()), [rollout])
+    assert rollout.samples[0].streams["rewards"].tolist() == [0.0, 0.0, 0.0, 0.75]

@@ -103,6 +103,20 @@ def test_half_a_pair_gives_nothing() -> None:
     assert found == (0.0, [0.0] * 6)
 
 
+def test_half_a_pair_does_not_count_in_the_mean_over_groups() -> None:
+    """A filter has dropped the rejected rollout of the second of three groups."""
+    groups = [marked([0.5, 1.0, 0.0], group=number, first=6 * number) for number in range(3)]
+    halved = [each for each in groups[1] if each.reward > 0]
+    every = [*groups[0], *halved, *groups[2]]
+    trainer = [*TRAINER, *TRAINER, *(TRAINER + 0.1)]
+    initial = [*INITIAL] * 3
+    losses = load_losses(losses={"dpo": {"beta": 0.5}})
+    loss, slopes = loss_and_slopes("dpo", every, trainer, losses, initial_logprobs=initial)
+    pairs = [pair_loss(TRAINER, 1, 2, 0.5), pair_loss(TRAINER + 0.1, 1, 2, 0.5)]
+    assert loss == pytest.approx(np.mean(pairs), rel=1e-6)
+    assert slopes[6:12] == [0.0] * 6
+
+
 @pytest.mark.parametrize(
     "algorithm", [raft(), raft(min_reward=None), OnlineDPO(PluginConfig())], ids=lambda a: a.name
 )
@@ -121,3 +135,29 @@ def test_neither_half_imports_torch() -> None:
         "loss.register_losses(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("reward", [0.7 + 0.2 + 0.1, float(np.float32(0.1) * np.float32(10))])
+def test_raft_keeps_a_success_that_is_a_weighted_sum(reward: float) -> None:
+    for algorithm in (raft(), raft(min_reward=None)):
+        group = group_of([reward, 1.0, 0.5])
+        score(algorithm, group)
+        found = [rollout.samples[0].ce_weights[-1] for rollout in group]  # type: ignore[index]
+        assert found == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "least"),
+    [(0.1 + 0.2, 0.3), (0.7 + 0.2, 0.9), (1 - 1 / 3, 2 / 3), (2 / 3, 1 - 1 / 3)],
+)
+def test_raft_meets_its_threshold_up_to_rounding(reward: float, least: float) -> None:
+    group = group_of([reward, least, least - 0.001])
+    score(raft(min_reward=least), group)
+    found = [rollout.samples[0].ce_weights[-1] for rollout in group]  # type: ignore[index]
+    assert found == [1.0, 1.0, 0.0]
+
+
+def test_rewards_that_differ_by_rounding_make_no_pair() -> None:
+    group = marked([0.7 + 0.2 + 0.1, 1.0, 0.1 + 0.2 + 0.7])
+    loss_and_slopes("dpo", group, [*TRAINER], load_losses(), initial_logprobs=[*INITIAL])
+    assert not any(rollout.has_members for rollout in group)

@@ -324,3 +324,27 @@ def test_a_field_that_json_cannot_encode_is_refused_at_the_start():
 def test_the_settings_document_themselves():
     properties = DifficultyPoolsConfig.model_json_schema()["properties"]
     assert all("description" in each for each in properties.values()), json.dumps(properties)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind"),
+    [
+        ([0.7 + 0.2 + 0.1, 1.0], "easy"),
+        ([0.1 + 0.2 + 0.7, 0.7 + 0.2 + 0.1], "easy"),
+        ([0.3 - 0.1 - 0.2, 0.0], "hard"),
+        ([0.1, 0.2, -0.3], "hard"),
+        ([1.4, 0.7, 0.9], "easy"),
+    ],
+)
+def test_the_mean_of_weighted_sums_is_zero_or_one_up_to_rounding(rewards, kind):
+    reason = pools(online_difficulty_filtering=True).reject(group(0, rewards))
+    assert reason is not None and f"too {kind}" in reason
+
+
+def test_a_threshold_is_met_up_to_rounding():
+    """The mean of 0.9, 0.8 and 0.7 is 0.8000000000000002 or so."""
+    sampler = pools(easy_threshold=0.8, hard_threshold=0.3)
+    assert sampler._pool_of(sum([0.9, 0.8, 0.7]) / 3) == "easy"
+    assert sampler._pool_of(0.7999999999999998) == "easy"
+    assert sampler._pool_of(0.1 + 0.2) == "hard"
+    assert sampler._pool_of(0.5) is None

@@ -19,7 +19,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from prime_rl import Algorithm, Group, Host, OverlongError, PluginConfig, Rollout, hookimpl
+from prime_rl import (
+    Algorithm,
+    Group,
+    Host,
+    OverlongError,
+    PluginConfig,
+    Rollout,
+    at_least,
+    hookimpl,
+)
 from prime_rl_distill.demonstrations import TEMPLATE, check_template
 from prime_rl_distill.opsd import skip
 from prime_rl_distill.scoring import sampled_logprobs
@@ -64,7 +73,7 @@ class SDPO(Algorithm):
     @hookimpl
     async def score_group(self, group: Group) -> None:
         """Score each rollout that has a successful sibling."""
-        good = [each for each in group if each.reward >= self.config.min_reward]
+        good = [each for each in group if at_least(each.reward, self.config.min_reward)]
         await asyncio.gather(
             *(self._score(each, next((g for g in good if g is not each), None)) for each in group)
         )

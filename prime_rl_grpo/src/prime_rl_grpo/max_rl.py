@@ -1,6 +1,6 @@
 """MaxRL: the centered reward divided by the group's mean (arXiv:2602.02710).
 
-    A_i = (r_i - mean(r)) / mean(r)          0 if mean(r) <= 0
+    A_i = (r_i - mean(r)) / mean(r)          0 if mean(r) <= 0, but for rounding
 
 It weights hard examples by 1/p: an unbiased gradient of the maximum-likelihood objective, truncated
 one below the group's size (``objective``: the baseline takes the last term). It has no
@@ -16,7 +16,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from prime_rl import Algorithm, Group, hookimpl
+from prime_rl import Algorithm, Group, hookimpl, is_negligible
 from prime_rl_grpo.center import centered
 
 
@@ -38,5 +38,7 @@ class MaxRL(Algorithm):
         """Assign every rollout of the group its centered reward divided by the group's mean."""
         rewards = [rollout.reward for rollout in group]
         mean = fmean(rewards)
+        # Where rewards cancel, their mean is rounding, and the credit would be of any size.
+        has_mean = mean > 0 and not is_negligible(mean, rewards)
         for rollout, above in zip(group, centered(rewards), strict=True):
-            rollout.assign_advantages(above / mean if mean > 0 else 0.0)
+            rollout.assign_advantages(above / mean if has_mean else 0.0)

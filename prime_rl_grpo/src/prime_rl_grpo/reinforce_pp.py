@@ -16,21 +16,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prime_rl import Algorithm, Group, Rollout, hookimpl
+from prime_rl import Algorithm, Group, Rollout, hookimpl, is_negligible
 from prime_rl_grpo.grpo import GRPO
 
 EPSILON = 1e-8
-"""Added to the standard deviation: equal credit becomes 0."""
+"""Added to the standard deviation."""
 
 
 def whiten(rollouts: Sequence[Rollout]) -> None:
-    """Give the assigned advantages of all trainable tokens mean 0 and standard deviation 1."""
+    """Give the assigned advantages of all trainable tokens mean 0 and standard deviation 1; 0 where
+    they are equal but for rounding."""
     columns = [np.asarray(rollout.advantages, np.float64) for rollout in rollouts]
     every = np.concatenate(columns)
     offset = every[0] + (every - every[0]).mean()  # exact where all are equal
-    scale = every.std() + EPSILON
+    deviation = every.std()
+    is_tied = is_negligible(deviation, every)
     for rollout, column in zip(rollouts, columns, strict=True):
-        rollout.assign_advantages((column - offset) / scale)
+        whitened = (column - offset) / (deviation + EPSILON)
+        rollout.assign_advantages(0.0 if is_tied else whitened)
 
 
 class ReinforcePP(Algorithm):

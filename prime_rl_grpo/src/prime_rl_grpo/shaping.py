@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from prime_rl import at_least
+
 
 def efficiency_shaped(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
     """Up to twice the reward for best answers that cost less than the average best answer.
 
-        best_i = r_i >= max(r)                 c = mean cost of the best
+        best_i = r_i >= max(r), but for rounding          c = mean cost of the best
         s_i    = r_i (1 + best_i clamp(1 - cost_i / c, 0, 1))
 
     Only the best answers change, so a short wrong answer gains nothing. The rewards do not change
     if none is positive (max(r) <= 0) or the best cost nothing (c <= 0).
     """
     top = max(rewards)
-    best = [reward >= top for reward in rewards]
+    best = [at_least(reward, top) for reward in rewards]
     mean_cost = fmean(cost for cost, is_best in zip(costs, best, strict=True) if is_best)
     if top <= 0 or mean_cost <= 0:
         return list(rewards)

@@ -13,6 +13,7 @@ Reads attributes of verifiers' objects and does not import it at run time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -23,6 +24,7 @@ import numpy as np
 
 from prime_rl.env.episode import BranchTokens, RolloutResult, readable
 from prime_rl.errors import StreamError
+from prime_rl.rewards import settled
 from prime_rl.rollout import ROLES, TURN_REWARDS, Rollout, Sample
 from prime_rl.streams import BoolColumn
 
@@ -120,7 +122,7 @@ def result_of(
     stop = trace.stop_condition
     return RolloutResult(
         ok=failure is None,
-        reward=trace.reward,
+        reward=_reward_of(trace),
         rewards={name: term.score for name, term in trace.rewards.items() if term is not None},
         metrics={name: value for name, value in trace.metrics.items() if value is not None},
         info=info,
@@ -226,6 +228,13 @@ def _fault_of_spans(spans: Any) -> str | None:
                 "three integers from 0"
             )
     return None
+
+
+def _reward_of(trace: Trace) -> float:
+    """The sum of the weighted terms, without its rounding."""
+    terms = [abs(term.score * term.weight) for term in trace.rewards.values() if term is not None]
+    finite = [term for term in terms if math.isfinite(term)]
+    return settled(trace.reward, scale=max(finite, default=1.0))
 
 
 LARGEST_INFO = 16 << 20

@@ -97,7 +97,6 @@ def build_orchestrator(
     weights.announced = wire.announced
     reporter.sources += [
         run.waited.take,
-        packer.take_metrics,
         buffer.take_metrics,
         weights.take_metrics,
         *(observer.take_metrics for observer in observers),

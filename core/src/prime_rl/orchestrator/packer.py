@@ -27,15 +27,17 @@ from prime_rl.orchestrator.rank_balance import plan_ranks
 from prime_rl.plugins.loss import SCOPES
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import Hooks
-from prime_rl.rollout import Batch, Rollout, Sample
+from prime_rl.rollout import Batch, Rollout, Sample, sample_of
 from prime_rl.streams import (
     STREAMS,
+    WEIGHTS,
     IntColumn,
     StreamColumn,
     components,
     concatenate,
     members,
     stream,
+    stream_names,
 )
 from prime_rl.wire import MicroBatch, encode_batch
 
@@ -72,7 +74,8 @@ def alone(samples: Sequence[Sample], envs: Sequence[str]) -> Packing:
 
 
 def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit: int) -> Packing:
-    """A batch, its samples cut to ``limit`` tokens, in bundles of what its losses see whole."""
+    """A batch, in bundles of what its losses see whole. Raises ``StreamError`` for a sample of more
+    than ``limit`` tokens: samples are cut before they are scored, and never after."""
     groups: dict[tuple[str, int], int] = {}
     pieces: list[Piece] = []
     bundles: dict[tuple[int, ...], list[int]] = {}
@@ -85,13 +88,49 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
         needs.update(*(component.needs for component in used))
         scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
-        pieces += [
-            Piece(sample.cut(limit), rollout.env, number, group) for sample in rollout.samples
-        ]
+        for sample in rollout.samples:
+            if len(sample) > limit:
+                raise StreamError(
+                    f"env {rollout.env!r}, group {rollout.group_id}: a sample has {len(sample)} "
+                    f"tokens, and seq_len is {limit}. Rollouts are cut to seq_len before they are "
+                    "scored, so a plugin has made this sample or made it longer: keep it within "
+                    "host.seq_len."
+                )
+            pieces.append(Piece(sample, rollout.env, number, group))
+    pieces = _without_incomplete(pieces, losses)
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
         bundles.setdefault(key[: 4 - scopes[piece.group]], []).append(index)
     return Packing(pieces, [*bundles.values()], frozenset(needs), step)
+
+
+def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Piece]:
+    """The pieces; where a loss cannot train what the batch has of a group (``Loss.completes``), the
+    group's tokens are no longer members of it."""
+    by_group: dict[tuple[int, str], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        for name in components(piece.sample):
+            if members(piece.sample, name).any() and losses[name].cls.scope == "group":
+                by_group.setdefault((piece.group, name), []).append(index)
+
+    left = list(pieces)
+    for (_, name), indices in by_group.items():
+        samples = [left[index].sample for index in indices]
+        masks = [members(sample, name) for sample in samples]
+        shared = set.intersection(*(set(stream_names(sample)) for sample in samples))
+        streams = {
+            each: np.concatenate(
+                [sample.columns[each][mask] for sample, mask in zip(samples, masks, strict=True)]
+            )
+            for each in shared
+        }
+        if losses[name].cls.completes(streams):
+            continue
+        for index, sample in zip(indices, samples, strict=True):
+            none = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
+            without = sample_of(sample.columns | none, sample.temperature)
+            left[index] = replace(left[index], sample=without)
+    return left
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -210,27 +249,19 @@ def _lag(sample: Sample, step: int) -> IntColumn:
 
 
 class Packer:
-    """Packs every batch of one run: cut to ``seq_len``, in rows, spread over the ranks."""
+    """Packs every batch of one run: in rows, spread over the ranks."""
 
     def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks, losses: Components) -> None:
         self._config, self._num_ranks, self._hooks = config, num_ranks, hooks
         self._losses = losses
-        self._num_truncated = 0
 
     def pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
         limit, flops = self._config.seq_len, self._config.trainer.attention_flops
-        lengths = (len(sample) for rollout in batch.kept for sample in rollout.samples)
-        self._num_truncated += sum(length > limit for length in lengths)
         packing = packing_of(batch.step, batch.kept, self._losses, limit)
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
         minibatches = self._config.trainer.minibatches
         return batch_frames(packing, self._config.row_tokens, self._num_ranks, flops, minibatches)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Samples that were cut to ``seq_len`` since the last call."""
-        found, self._num_truncated = self._num_truncated, 0
-        return {"batch/truncated_samples": float(found)}
 
 
 def batch_frames(

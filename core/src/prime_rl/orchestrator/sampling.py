@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from prime_rl.env.episode import RolloutResult
 from prime_rl.errors import PluginError
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
@@ -42,6 +43,8 @@ class Sampling(Observer):
         """``installed``: observers that plugins brought."""
         self.context, self.engines, self.envs = run, engines, envs
         self.sampler, self.buffer, self._installed = sampler, buffer, installed
+        self._num_cut = 0
+        """Samples that were longer than ``seq_len`` since the last metrics."""
         self.is_scoring = False
         """An algorithm is scoring a group or a batch: it may wait for a teacher."""
         self.dispatcher = Dispatcher(
@@ -109,7 +112,7 @@ class Sampling(Observer):
         own = group.policy_version, index, seed, partial(prepare, group.env)
         request = RolloutRequest(group.group_id, group.example_id, *own)
         try:
-            rollouts = await group.env.source.produce(request)
+            rollouts = self._cut(await group.env.source.produce(request))
         except RolloutFailed as failure:
             env, result = group.env.name, failure.result
             kind = result.error_type or "unknown"
@@ -124,6 +127,17 @@ class Sampling(Observer):
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
         return rollouts
+
+    def _cut(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """The rollouts, cut to ``seq_len``. Raises ``RolloutFailed`` if none has a token to
+        train."""
+        limit = self.context.config.seq_len
+        self._num_cut += sum(rollout.cut(limit) for rollout in rollouts)
+        left = [rollout for rollout in rollouts if rollout.samples]
+        if rollouts and not left:
+            reason = f"no sampled token is among the first {limit} (seq_len)"
+            raise RolloutFailed(RolloutResult(ok=False, error_type="NoTokens", error=reason))
+        return left
 
     # -- observer ---------------------------------------------------------------------------------
 
@@ -173,6 +187,8 @@ class Sampling(Observer):
     def take_metrics(self) -> Mapping[str, float]:
         """Counts of rollouts, how far they are off policy, and the sampler's and sources' own."""
         found = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
+        found["batch/truncated_samples"] = float(self._num_cut)
+        self._num_cut = 0
         found["dispatcher/inflight/train"] = float(self.dispatcher.num_inflight)
         for env in self.envs:
             found[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[env.name])

@@ -29,6 +29,7 @@ FACTS = ("reward", "rewards", "metrics", "info")
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     _check_reward(rollout, "Fix the environment's reward function.")
+    rollout.settle()
     rollout.given = _facts(rollout)
     await hooks.score_rollout(rollout)
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
@@ -114,8 +115,8 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     if (
         rollout.credited == action_loss
         and f"{action_loss}{WEIGHTS}" not in rollout.assigned
-        and (advantages := rollout.advantages) is not None
-        and not advantages.any()
+        and rollout.advantages is not None
+        and not rollout.has_credit
         and rollout.trains_beside_rl
     ):
         for sample in rollout.samples:

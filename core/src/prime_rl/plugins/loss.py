@@ -124,6 +124,14 @@ class Loss(Offer):
     """It reads ``inference_logprobs``: its members must be tokens that the policy sampled, with
     known logprobs. False for imitation."""
 
+    @classmethod
+    def completes(cls, streams: Mapping[str, StreamColumn]) -> bool:
+        """With the scope ``group``: whether what the batch has of a group can train. If not, its
+        members train nothing and count in no divisor. The orchestrator asks when it packs, because
+        filters may have dropped rollouts. ``streams``: those of all members of the group, end to
+        end, as far as every sample has them."""
+        return True
+
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Sum the loss over ``inputs.loss_mask``, each term times its ``loss_weights``."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import warnings
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -203,7 +204,8 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Continue from a checkpoint; the model has been loaded from its ``weights`` already.
 
-    Raises ``ConfigError`` if it is not of this model or optimizer.
+    A parameter that had no gradient before the checkpoint, and so has no state in it, begins with a
+    new one. Raises ``ConfigError`` if the checkpoint is not of this model or optimizer.
     """
     state = _state(trainer) | {"step": torch.tensor(-1)}
     if (checkpoint.trainer / ".metadata").exists():
@@ -213,12 +215,16 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
     try:
         reader = HuggingFaceStorageReader(str(checkpoint.trainer))
-        if "cuda_rng" not in reader.read_metadata().state_dict_metadata:
+        saved = reader.read_metadata().state_dict_metadata.keys()
+        if "cuda_rng" not in saved:
             state.pop("cuda_rng", None)  # it was written on CPU
+        tensors = _tensors(state)
+        for name in _never_stepped(state, saved):
+            del tensors[name]
         with warnings.catch_warnings():  # that one rank has no process group
             warnings.filterwarnings("ignore", message="torch.distributed is")
             state_dict_loader.load(  # into the state's own tensors
-                _tensors(state), storage_reader=reader, no_dist=not parallel.several_ranks()
+                tensors, storage_reader=reader, no_dist=not parallel.several_ranks()
             )
     except FAILED as error:  # a file is gone, a key, a shape
         cause: BaseException = error
@@ -270,6 +276,41 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if "step" in each:
                 each["step"].zero_()
     return state
+
+
+def _never_stepped(state: dict[str, Any], saved: Collection[str]) -> list[str]:
+    """The tensors of parameters without any state in a checkpoint, whose tensors are ``saved``.
+
+    An optimizer has state only for parameters that it has stepped, and some never get a gradient:
+    the LM head of a critic's own model, experts that no token has reached. If none of an
+    optimizer's parameters has state, the checkpoint is of another optimizer: then there are none.
+    """
+    optimizers = {"optimizer": state["optimizer"]}
+    for name, head in state["heads"].items():
+        optimizers[f"heads.{name}.optimizer"] = head["optimizer"]
+
+    parents: set[str] = set()
+    for name in saved:
+        parts = name.split(".")
+        parents.update(".".join(parts[:end]) for end in range(1, len(parts)))
+
+    never: list[str] = []
+    for prefix, optimizer in optimizers.items():
+        stepped = False
+        missing: list[str] = []
+        for parameter, tensors in optimizer["state"].items():
+            beginning = f"{prefix}.state.{parameter}"
+            if beginning in parents:
+                stepped = True
+            else:
+                missing += _tensors(tensors, f"{beginning}.")
+        if stepped and missing:
+            never += missing
+            logger.info(
+                "%s: %d tensors of parameters that had no gradient yet begin anew, first %s",
+                *(prefix, len(missing), missing[0]),
+            )
+    return never
 
 
 def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:

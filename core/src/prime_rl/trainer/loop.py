@@ -94,7 +94,8 @@ class Trainer:
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(own for _, own in self.heads.values())]
-        self.learning_rate = make_schedule(self.config.scheduler, optim.lr, self.max_steps)
+        scheduler = self.config.scheduler.fitted(self.max_steps)
+        self.learning_rate = make_schedule(scheduler, optim.lr, self.max_steps)
         self.references = References(self.model, self.config, self.initial, self.colocated)
         self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
         self.checked = False

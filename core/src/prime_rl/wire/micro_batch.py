@@ -83,8 +83,13 @@ class MicroBatch:
     @property
     def position_ids(self) -> npt.NDArray[np.int64]:
         """[T] each token's position within its own sequence."""
+        return np.arange(len(self)) - np.repeat(self.first_tokens, self.sequence_lengths)
+
+    @property
+    def first_tokens(self) -> npt.NDArray[np.int64]:
+        """[S] the position of each sequence's first token, which nothing predicts."""
         starts = np.cumsum(self.sequence_lengths) - self.sequence_lengths
-        return np.arange(len(self)) - np.repeat(starts, self.sequence_lengths)
+        return starts.astype(np.int64)
 
     def check(self) -> None:
         """Raise ``StreamError`` unless every column lines up."""

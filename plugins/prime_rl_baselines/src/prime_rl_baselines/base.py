@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 from pydantic import PositiveFloat, model_validator
 
-from prime_rl import Algorithm, ConfigError, Group, PluginConfig, hookimpl, log_metric
+from prime_rl import (
+    Algorithm,
+    ConfigError,
+    Group,
+    PluginConfig,
+    hookimpl,
+    is_negligible,
+    log_metric,
+)
+from prime_rl_grpo import centered
 
 BONUS = "entropy_bonus"
 """The loss that ``entropy`` weighs."""
@@ -115,8 +124,11 @@ class Baseline(Algorithm):
             raise ConfigError(f"{path}: not a weight that {self.name} saved: {error}") from error
 
 
-def standardized(values: list[float], epsilon: float) -> list[float]:
-    """``values``, whose mean is 0, over their standard deviation plus ``epsilon``; the deviation
-    is that of a population (divided by their number)."""
-    std = (sum(value**2 for value in values) / len(values)) ** 0.5
-    return [value / (std + epsilon) for value in values]
+def standardized(values: Sequence[float], epsilon: float) -> list[float]:
+    """``values`` minus their mean, over their standard deviation plus ``epsilon``; the deviation is
+    that of a population (divided by their number). 0 where they are equal but for rounding."""
+    above = centered(values)
+    std = (sum(value**2 for value in above) / len(above)) ** 0.5
+    if is_negligible(std, values):
+        return [0.0] * len(above)
+    return [value / (std + epsilon) for value in above]

@@ -9,8 +9,9 @@
 l_i is the number of sampled tokens. Its loss ``dapo`` is PPO's surrogate with the clip 0.2 below
 and 0.28 above (clip-higher), averaged over all tokens of the batch (token mean), without KL.
 
-Dynamic sampling: a group whose rewards are all equal gets no credit, whatever its lengths. The
-filter ``zero_advantage``, which is on by default, drops it, and the batch is filled with others.
+Dynamic sampling: a group whose rewards are all equal, but for rounding, gets no credit, whatever
+its lengths. The filter ``zero_advantage``, which is on by default, drops it, and the batch is
+filled with others.
 
 Changed from the paper: 1. ``max_tokens`` has no default of 20480: the penalty must fit the run's
 own limit, so without it there is none; 2. std is that of a population, with 1e-6 added; 3. a
@@ -23,10 +24,9 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from prime_rl import Group
+from prime_rl import Group, at_least
 from prime_rl_baselines.base import Baseline, BaselineConfig, standardized
 from prime_rl_baselines.group import EPSILON
-from prime_rl_grpo import centered
 
 
 class DAPOConfig(BaselineConfig):
@@ -68,8 +68,8 @@ class DAPO(Baseline):
 
     def credit(self, group: Group) -> list[float]:
         rewards = [rollout.reward for rollout in group]
-        if min(rewards) == max(rewards):
+        if at_least(min(rewards), max(rewards)):
             return [0.0] * len(group)
         lengths = [rollout.num_trainable_tokens for rollout in group]
         shaped = [r + self.penalty(n) for r, n in zip(rewards, lengths, strict=True)]
-        return standardized(centered(shaped), EPSILON)
+        return standardized(shaped, EPSILON)

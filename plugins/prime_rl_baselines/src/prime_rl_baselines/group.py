@@ -6,7 +6,7 @@ group that did not fail. Every sampled token of rollout i has the advantage A_i.
 
 from __future__ import annotations
 
-from prime_rl import Group
+from prime_rl import Group, at_least
 from prime_rl_baselines.base import Baseline, standardized
 from prime_rl_grpo import centered
 
@@ -54,7 +54,10 @@ class OPO(Baseline):
     group_relative = True
 
     def credit(self, group: Group) -> list[float]:
-        # Measured from the first reward, so that equal rewards give exactly 0.
+        rewards = [rollout.reward for rollout in group]
+        if at_least(min(rewards), max(rewards)):
+            return [0.0] * len(group)
+        # Measured from the first reward, for the accuracy of close ones.
         above = [rollout.reward - group[0].reward for rollout in group]
         lengths = [rollout.num_trainable_tokens for rollout in group]
         total = sum(length * value for length, value in zip(lengths, above, strict=True))
@@ -80,7 +83,7 @@ class GRPOStd(Baseline):
     action_loss = "grpo_std"
 
     def credit(self, group: Group) -> list[float]:
-        return standardized(centered([rollout.reward for rollout in group]), EPSILON)
+        return standardized([rollout.reward for rollout in group], EPSILON)
 
 
 class DrGRPO(Baseline):

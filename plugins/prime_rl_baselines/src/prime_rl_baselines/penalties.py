@@ -17,20 +17,22 @@ value is d and its gradient that of the policy gradient with the reward -d, whic
 policy. k2 has the same gradient. The gradient of k3 is that of KL(initial || π) on the policy, and
 bounded by 1 where the policy has become likelier.
 
-Differences from the sources: 1. no importance ratio; 2. -d is at most 20 in k3.
+Differences from the sources: 1. no importance ratio; 2. below d = -20, where exp(-d) would soon be
+infinite, k3 goes on as the straight line with the value and the gradient that it has there.
 
 Shapes: T = tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, cast
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl_clip_losses.surrogate import on_mask, weighted
 
-LARGEST = 20.0
-"""Bound of -d, so that exp(-d) stays finite."""
+LOWEST = -20.0
+"""The d below which k3 is a straight line, so that exp(-d) stays finite."""
 
 
 class EntropyBonusLoss(Loss):
@@ -77,6 +79,8 @@ class KLToInitialLoss(Loss):
         elif estimator == "k2":
             k = d.square() / 2
         else:
-            k = (-d).clamp(max=LARGEST).exp() - 1 + d
+            bounded = d.clamp(min=LOWEST)
+            slope = 1 - math.exp(-LOWEST)
+            k = (-bounded).exp() - 1 + bounded + slope * (d - bounded)
         metrics = {"value": TokenMetric(k.detach(), inputs.loss_mask)}
         return LossOutputs(weighted(inputs, k).sum(), metrics)

@@ -18,10 +18,15 @@ advantages was checked in descriptions of the paper, not in its equations.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from pydantic import NonNegativeFloat
 
-from prime_rl import Algorithm, ConfigError, Group, PluginConfig, hookimpl
+from prime_rl import Algorithm, Group, PluginConfig, hookimpl
 from prime_rl_credit.replies import assign, relative, replies_of
+
+log = logging.getLogger(__name__)
 
 
 class MTGRPOConfig(PluginConfig):
@@ -41,18 +46,33 @@ class MTGRPO(Algorithm):
     config: MTGRPOConfig
     group_relative = True
 
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self.has_reported = False
+        """That a group had no reward of a turn, or that one had some."""
+
+    def _note_rewards(self, env: str, rewards: Sequence[float | None]) -> None:
+        """Warn if the first group that could have rewards of turns has none: perhaps the env
+        gives none at all."""
+        if not rewards or self.has_reported:
+            return
+        self.has_reported = True
+        if all(reward is None for reward in rewards):
+            log.warning(
+                "env %r: algo 'mt_grpo': the first group has no rewards of turns "
+                '(trace.info["turn_rewards"]), so the outcome alone is its credit. If the env '
+                "never gives any, use grpo, or gigpo, which can do without.",
+                env,
+            )
+
     @hookimpl
     def score_group(self, group: Group) -> None:
-        """Assign both. Raises ``ConfigError`` if an env with several turns rewards none of them."""
+        """Assign both. A group without any reward of a turn has the outcome alone."""
         replies = [replies_of(rollout) for rollout in group]
         outcomes = relative([rollout.reward for rollout in group], self.config.std)
         credit = [[outcome] * len(own) for outcome, own in zip(outcomes, replies, strict=True)]
         early = [(i, k) for i, own in enumerate(replies) for k in range(len(own) - 1)]
-        if early and all(replies[i][k].reward is None for i, k in early):
-            raise ConfigError(
-                f"env {group[0].env!r}: algo 'mt_grpo' needs rewards of turns, and the env gives "
-                'none (trace.info["turn_rewards"]). Use grpo, or gigpo, which can do without.'
-            )
+        self._note_rewards(group[0].env, [replies[i][k].reward for i, k in early])
         for turn in range(max((k for _, k in early), default=-1) + 1):
             ours = [i for i, k in early if k == turn]
             rewarded = [i for i in ours if replies[i][turn].reward is not None]

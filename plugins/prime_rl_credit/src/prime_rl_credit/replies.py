@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prime_rl import Rollout
+from prime_rl import Rollout, is_negligible
 from prime_rl_grpo import centered
 
 EPSILON = 1e-6
@@ -54,9 +54,11 @@ def assign(rollout: Rollout, replies: Sequence[Reply], credit: Sequence[float]) 
 
 def relative(values: Sequence[float], by_std: bool) -> list[float]:
     """``values`` minus their mean, over their standard deviation (of a population, plus 1e-6) with
-    ``by_std``. Exactly 0 for ties."""
+    ``by_std``. Exactly 0 for ties; with ``by_std`` also for values that differ by rounding."""
     above = centered(values) if values else []
     if not by_std or not above:
         return above
-    scale = float(np.sqrt(np.mean(np.square(above)))) + EPSILON
-    return [value / scale for value in above]
+    deviation = float(np.sqrt(np.mean(np.square(above))))
+    if is_negligible(deviation, values):
+        return [0.0] * len(above)
+    return [value / (deviation + EPSILON) for value in above]

@@ -14,6 +14,7 @@ from typing import Any
 from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import RolloutResult
+from prime_rl.rewards import settled
 from prime_rl_observers.rollouts import Reduced, describe
 
 log = logging.getLogger(__name__)
@@ -228,8 +229,8 @@ def standard_error(groups: Sequence[Sequence[float]]) -> float:
 
 
 def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
-    """``avg@n`` of each example's n rewards; where every reward is 0 or 1, unbiased ``pass@k`` and
-    ``pass^k`` too, for k = 1, 2, 4 ... n.
+    """``avg@n`` of each example's n rewards; where every reward is 0 or 1, but for rounding,
+    unbiased ``pass@k`` and ``pass^k`` too, for k = 1, 2, 4 ... n.
 
     With c of n right: pass@k = 1 - C(n - c, k) / C(n, k), at least one of k is right (Chen et al.
     2021, arXiv 2107.03374, eq. 1); pass^k = C(c, k) / C(n, k), all k are (Yao et al. 2024, arXiv
@@ -242,6 +243,7 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
         return {}
     most = max(map(len, groups))
     rates = {f"avg@{most}": fmean(fmean(rewards) for rewards in groups)}
+    groups = [[settled(reward) for reward in rewards] for rewards in groups]
     if any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
         return rates
     for k in (2**power for power in range(most.bit_length())):

@@ -6,14 +6,14 @@ from prime_rl import Filter, Rollout, hookimpl
 
 
 class ZeroAdvantage(Filter):
-    """Drops a rollout whose advantages were assigned and are all zero, unless another component
-    trains its tokens. Rollouts without an advantage stream stay."""
+    """Drops a rollout whose advantages were assigned and are all zero, but for the rounding of its
+    reward, unless another component trains its tokens. Rollouts without an advantage stream stay.
+    """
 
     name = "zero_advantage"
 
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
-        advantages = rollout.advantages
-        if advantages is None or advantages.any():
+        if rollout.advantages is None or rollout.has_credit:
             return None
         return None if rollout.trains_beside_rl else "every advantage is zero"

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from prime_rl.rewards import at_least
 from prime_rl.rollout import Rollout
 
 Reduced = dict[str, float]
@@ -155,7 +156,7 @@ def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = 
     metrics: Reduced = {}
     for label, members in by_label(groups):
         kinds = Counter(
-            "none" if not any(rewards) else "all" if min(rewards) >= 1 else "some"
+            "none" if not any(rewards) else "all" if at_least(min(rewards), 1) else "some"
             for rewards in members
         )
         if kinds:

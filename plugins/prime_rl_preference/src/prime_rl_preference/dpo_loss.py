@@ -6,7 +6,8 @@ preference (+1 for the tokens of the chosen rollout, -1 for those of the rejecte
     h    = sum over members of  p * (t - ref)
     loss = -log sigmoid(beta * h) * mean(w)            one term per group
 
-A group with one half of a pair (a filter dropped the other) gives 0. This module does not import
+A group with one half of a pair (a filter dropped the other) is no group: it trains nothing and does
+not count in the mean over groups. This module does not import
 torch.
 
 Shapes: T = tokens of one group.
@@ -14,7 +15,8 @@ Shapes: T = tokens of one group.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from pydantic import PositiveFloat
 
@@ -38,6 +40,12 @@ class DPOLoss(Loss):
     normalize_by = "groups"
     reads = ("preference", "initial_logprobs")
     compares_with_sampler = False
+
+    @classmethod
+    def completes(cls, streams: Mapping[str, Any]) -> bool:
+        """Whether both halves of the pair are there."""
+        preference = streams["preference"]
+        return bool((preference > 0).any() and (preference < 0).any())
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """One group. Metrics: beta h, and whether the chosen rollout is ahead."""

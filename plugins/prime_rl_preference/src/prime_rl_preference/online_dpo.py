@@ -9,16 +9,17 @@ over all tokens that the policy sampled in a rollout. The loss is ``dpo``, with
 ``[trainer.losses.dpo] beta``.
 
 Changed from the papers: 1. the pair is the best and the worst of the group by the env's reward, not
-two samples that a judge compares; 2. a group whose rewards are all equal has no pair and trains
-nothing; of several best rollouts the first counts, and so of the worst; 3. rollouts of older
-weights are used as they are. The loss was checked in descriptions of DPO, not in the papers.
+two samples that a judge compares; 2. a group whose rewards are all equal, but for rounding, has no
+pair and trains nothing; of several best rollouts the first counts, and so of the worst; 3. rollouts
+of older weights are used as they are. The loss was checked in descriptions of DPO, not in the
+papers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from prime_rl import Algorithm, Group, hookimpl
+from prime_rl import Algorithm, Group, at_least, hookimpl
 from prime_rl_preference.dpo_loss import DPOConfig
 
 
@@ -61,6 +62,8 @@ class OnlineDPO(Algorithm):
         """Mark the pair, +1 and -1; the other rollouts train nothing."""
         rewards = [rollout.reward for rollout in group]
         best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+        if at_least(rewards[worst], rewards[best]):
+            best = worst
         for index, rollout in enumerate(group):
             sign = float(index == best) - float(index == worst)  # 0 where they are one
             rollout.assign_stream("preference", sign)

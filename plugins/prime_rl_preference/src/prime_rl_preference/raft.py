@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prime_rl import Algorithm, Group, PluginConfig, hookimpl
+from prime_rl import Algorithm, Group, PluginConfig, at_least, hookimpl
 
 
 class RAFTConfig(PluginConfig):
@@ -57,4 +57,4 @@ class RAFT(Algorithm):
         if least is None:
             least = max(rollout.reward for rollout in group)
         for rollout in group:
-            rollout.assign_weights("ce", float(rollout.reward >= least))
+            rollout.assign_weights("ce", float(at_least(rollout.reward, least)))

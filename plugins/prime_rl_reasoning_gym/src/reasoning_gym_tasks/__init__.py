@@ -33,7 +33,7 @@ from pydantic import (
 )
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, at_least
 from reasoning_gym_tasks.generators import Place, Split, entry, rows, score, settings_error
 
 INSTRUCTIONS: dict[str, str | None] = {"tag": SYSTEM_PROMPTS["default"], "reply": None}
@@ -151,7 +151,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
             reward, failed = score(place, answer), 0.0
         except Exception:  # a reply that the package's scorer cannot read is a wrong reply
             reward, failed = 0.0, 1.0
-        trace.record_metrics({"exact": float(reward == 1.0), "scorer_error": failed})
+        trace.record_metrics({"exact": float(at_least(reward, 1.0)), "scorer_error": failed})
         return reward
 
     @vf.metric

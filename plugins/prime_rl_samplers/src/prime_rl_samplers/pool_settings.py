@@ -29,7 +29,7 @@ class DifficultyPoolsConfig(PluginConfig):
     hard_fraction: Fraction = 0.0
     """Share of the hard pool that is sampled again after a resume or a ``load_from``."""
     online_difficulty_filtering: bool = False
-    """Reject groups whose mean reward is exactly 0.0 or 1.0."""
+    """Reject groups whose mean reward is 0.0 or 1.0, but for rounding."""
     hash_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("env_name", "prompt")
     """Keys that identify an example in the files: ``env_name``, and fields of its task."""
     load_from: Path | None = None

@@ -29,7 +29,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prime_rl import ConfigError, Group, RunError, SampledEnv, Sampler
+from prime_rl import (
+    ConfigError,
+    Group,
+    RunError,
+    SampledEnv,
+    Sampler,
+    at_least,
+    settled,
+)
 from prime_rl_samplers.pool_files import (
     STATE_FILE,
     Row,
@@ -110,7 +118,7 @@ class DifficultyPools(Sampler):
         rotation = self._by_name[group[0].env]
         rotation.tally.groups += 1
         rotation.tally.rollouts += len(group)
-        pool = self._pool_of(fmean(rollout.reward for rollout in group))
+        pool = self._pool_of(mean_reward(group))
         if pool is not None and rotation.size is not None:
             was_left = rotation.num_normal
             rotation.retire(group[0].example_id, pool)
@@ -121,7 +129,7 @@ class DifficultyPools(Sampler):
         """Online difficulty filtering: reject a group in which all failed or all succeeded."""
         if not self.config.online_difficulty_filtering or not _from_policy(group):
             return None
-        mean = fmean(rollout.reward for rollout in group)
+        mean = mean_reward(group)
         kind = {0.0: "hard", 1.0: "easy"}.get(mean)
         if kind is None:
             return None
@@ -130,9 +138,9 @@ class DifficultyPools(Sampler):
 
     def _pool_of(self, mean: float) -> Pool | None:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold
-        if easy is not None and mean >= easy:
+        if easy is not None and at_least(mean, easy):
             return "easy"
-        return "hard" if hard is not None and mean <= hard else None
+        return "hard" if hard is not None and at_least(hard, mean) else None
 
     def metrics(self) -> Mapping[str, float]:
         """``pool/...``: shares of the examples, for all envs and each, without unlimited envs.
@@ -217,6 +225,12 @@ class DifficultyPools(Sampler):
 
     def _pairs(self) -> list[tuple[SampledEnv, Rotation]]:
         return list(zip(self.envs, self._rotations, strict=True))
+
+
+def mean_reward(group: Group) -> float:
+    """Without its rounding."""
+    rewards = [rollout.reward for rollout in group]
+    return settled(fmean(rewards), scale=max(map(abs, rewards)))
 
 
 def _from_policy(group: Group) -> bool:

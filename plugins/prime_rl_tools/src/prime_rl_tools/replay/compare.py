@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,10 @@ def frames_of(
     config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
 ) -> list[bytes]:
     """Pack a batch as the loop does: one frame per trainer rank."""
-    packing = packing_of(step, kept, losses_of(config), config.seq_len)
+    # A run of an earlier version has samples that were cut when they were packed.
+    limit = config.seq_len
+    cut = [replace(each, samples=[sample.cut(limit) for sample in each.samples]) for each in kept]
+    packing = packing_of(step, cut, losses_of(config), limit)
     trainer = config.trainer
     return batch_frames(
         packing, config.row_tokens, num_ranks, trainer.attention_flops, trainer.minibatches
