@@ -22,6 +22,7 @@ OWNED = {
     "logprobs_mode": "training needs processed_logprobs, those of the sampling distribution",
     "worker_extension_cls": "prime-rl sets an extension that loads new weights",
     "middleware": "prime-rl sets a middleware that answers its routes and checks its keys",
+    "trust_request_chat_template": "the chat template of a request is a program that may not end",
     "lora_modules": "the trainer's adapter is served as it is published",
     "runner": "the engine samples tokens",
     "convert": "the engine samples tokens",
