@@ -303,3 +303,53 @@ def test_weights_that_no_run_has_are_refused(
     assert refused.status_code == 400
     assert reason in refused.json()["error"]["message"]
     assert small.http.get("/health").json()["version"] == 0
+
+
+MEETING = {
+    "directory": "m", "group": "g", "backend": "gloo", "rank": 1, "world_size": 2, "timeout": 9.0,
+    "loopback": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": -5}, "version is -5; it must be in [0, 2147483647]"),
+        ({"version": -1}, "version is -1"),
+        ({"version": 2**31}, "version is 2147483648"),
+        ({"version": True}, "Expected `int | null`, got `bool`"),
+        ({"version": "3"}, "Expected `int | null`, got `str`"),
+        ({"weight_dir": None}, "Expected `str`, got `null`"),
+        ({"meeting": MEETING | {"rank": 0}}, "meeting.rank is 0 and meeting.world_size 2"),
+        ({"meeting": MEETING | {"rank": -1}}, "meeting.rank is -1"),
+        ({"meeting": MEETING | {"rank": 2}}, "meeting.rank is 2"),
+        ({"meeting": MEETING | {"world_size": 1}}, "meeting.world_size 1"),
+        ({"meeting": MEETING | {"timeout": 0}}, "meeting.timeout is 0"),
+        ({"meeting": MEETING | {"timeout": -1.0}}, "meeting.timeout is -1"),
+        ({"meeting": MEETING | {"backend": "smoke"}}, "Invalid enum value 'smoke'"),
+        ({"meeting": MEETING}, "meeting.directory: m lies outside of the run"),
+    ],
+)
+def test_an_update_that_makes_no_sense_is_refused(
+    small: Served, change: dict[str, Any], reason: str
+) -> None:
+    root: Path = small.root  # type: ignore[attr-defined]
+    refused = small.post("/update_weights", {"weight_dir": str(root)} | change, admin=True)
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, reason in message) == (400, True), message
+    assert small.http.get("/health").json()["version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "reason"),
+    [
+        ("/pause?mode=abort", "mode: this engine keeps requests in flight"),
+        ("/pause?clear_cache=true", "clear_cache: running requests keep their KV"),
+        ("/sleep?level=2", "level: this engine keeps its weights on the host"),
+        ("/sleep?level=-1", "level: this engine keeps its weights on the host"),
+    ],
+)
+def test_other_admin_routes_check_what_they_take(small: Served, route: str, reason: str) -> None:
+    refused = small.post(route, admin=True)
+    assert refused.status_code == 400 and reason in refused.json()["error"]["message"]
+    assert small.metric("prime_rl:paused") == small.metric("prime_rl:asleep") == 0

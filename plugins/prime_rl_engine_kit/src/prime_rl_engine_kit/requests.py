@@ -7,16 +7,20 @@ itself checks values such as a temperature.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from prime_rl import WeightsError
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.body import MAX_BODY_BYTES
 from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.model_files import check_inside
 
 MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
@@ -24,6 +28,8 @@ MAX_PROMPT_ENTRIES = 2**22
 """Tokens times alternatives of one scored prompt: a reply of some 200 MB."""
 MAX_ANSWERS = 4096
 """Prompts times choices of one request."""
+MAX_UPDATE_BYTES = 2**20
+"""Of the body of ``/update_weights``."""
 MAX_VERSION = 2**31 - 1
 """Of a policy: replies and streams keep versions as int32."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -35,6 +41,15 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "structured_outputs": (),
     "logits_processors": ([],),
+    "response_format": ({"type": "text"},),
+    "guided_decoding": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "typical_p": (1,),
 }
 """Unsupported keys, and the values besides null without an effect."""
 
@@ -63,6 +78,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Any = None
     structured_outputs: Any = None
     logits_processors: Any = None
+    response_format: Any = None
+    guided_decoding: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    thinking_token_budget: Any = None
+    use_beam_search: Any = None
+    typical_p: Any = None
 
 
 class GenerateSampling(SamplingFields, kw_only=True):
@@ -120,6 +144,35 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"bad request body: {error}") from error
+
+
+def decode_update(data: bytes, roots: Sequence[Path] | None, num_workers: int = 1) -> UpdateBody:
+    """The body of ``/update_weights``. Raises ``RequestError`` with the key and the fault.
+
+    ``roots``: what it names lies in one of these folders; None: anywhere. ``num_workers``: of this
+    engine.
+    """
+    body = decode(data, UpdateBody)
+    if body.version is not None and not 0 <= body.version <= MAX_VERSION:
+        raise RequestError(f"version is {body.version}; it must be in [0, {MAX_VERSION}]")
+    if body.meeting is None:
+        return body
+
+    meeting = body.meeting
+    last = meeting.world_size - num_workers
+    if not 1 <= meeting.rank <= last:
+        raise RequestError(
+            f"meeting.rank is {meeting.rank} and meeting.world_size {meeting.world_size}; rank 0 "
+            f"is the trainer's, and this engine has {num_workers} workers"
+        )
+    if not 0 < meeting.timeout < math.inf:
+        raise RequestError(f"meeting.timeout is {meeting.timeout}; it must be finite and above 0")
+    for key, folder in (("directory", meeting.directory), ("group", meeting.group)):
+        try:
+            check_inside(folder, roots)
+        except WeightsError as error:
+            raise RequestError(f"meeting.{key}: {error}") from error
+    return body
 
 
 def given(value: Value | None, default: Value) -> Value:
