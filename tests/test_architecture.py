@@ -95,7 +95,7 @@ CALLS_THE_TRAINER = (
 """The modules of the author's kit that call its loss, and those of plan that let it take a step, in
 a process of their own."""
 
-HAS_DEFAULT = {"prime_rl_vllm": "prime_rl.run.gpus"}
+HAS_DEFAULT = {"prime_rl_vllm": "prime_rl.run.gpus", "prime_rl_embedded": "prime_rl.run.gpus"}
 """A further module for the engine that is the default of a machine with GPUs."""
 
 

@@ -129,7 +129,7 @@ _SHAPING_PARTS = (
         "dry_",
     ),
     *("penalty", "logit", "bias", "beam", "min_tokens", "min_new_tokens", "bad_words", "banned"),
-    *("allowed", "forced", "suppress", "no_repeat", "repetition", "do_sample", "greedy"),
+    *("allowed", "forced", "suppress", "no_repeat", "repetition_", "do_sample", "greedy"),
     *("guided", "structured", "grammar", "regex", "schema", "ebnf", "constrain"),
     *("budget", "truncate", "continue_final", "add_generation_prompt", "prefill"),
 )
