@@ -96,7 +96,7 @@ CALLS_THE_TRAINER = (
 a process of their own."""
 
 HAS_DEFAULT = {"prime_rl_vllm": "prime_rl.run.gpus", "prime_rl_embedded": "prime_rl.run.gpus"}
-"""A further module for the engine that is the default of a machine with GPUs."""
+"""A further module for engines with a default that depends on the GPUs of the machine."""
 
 
 # -- 1: core imports no plugin -------------------------------------------------------------------
