@@ -326,7 +326,19 @@ def test_a_disabled_plugin_that_is_not_there():
     assert "app" in message
 
 
-@pytest.mark.parametrize("key", ["top_k", "top_p", "min_p", "seed", "max_tokens", "logit_bias"])
+SHAPING = """
+temperature top_k top_p min_p seed max_tokens max_completion_tokens n best_of min_tokens logit_bias
+logits_processors bad_words allowed_token_ids stop stop_token_ids frequency_penalty presence_penalty
+repetition_penalty length_penalty response_format guided_decoding guided_json guided_regex
+guided_choice guided_grammar guided_whitespace_pattern guided_decoding_backend structured_outputs
+json_schema regex ebnf grammar use_beam_search thinking_token_budget truncate_prompt_tokens
+repetition_detection tool_choice tools typical_p top_a epsilon_cutoff mirostat_tau dynatemp_range
+no_repeat_ngram_size suppress_tokens forced_eos_token_id min_new_tokens custom_logit_processor
+vllm_xargs extra_args sampling_params extra_body logprobs top_logprobs Top-P
+"""
+
+
+@pytest.mark.parametrize("key", SHAPING.split())
 def test_training_samples_the_whole_distribution(key):
     with pytest.raises(ValueError, match=f"{key} would shape or replace the distribution"):
         config(
@@ -337,6 +349,29 @@ def test_training_samples_the_whole_distribution(key):
                 }
             }
         )
+
+
+def test_what_would_shape_the_distribution_is_named_with_the_place_to_set_it():
+    body = {"response_format": {"type": "json_object"}, "ignore_eos": True, "max_tokens": 5}
+    sampling = {"extra_body": body}
+    with pytest.raises(ValueError) as caught:
+        config({"train": {"env": [{"id": "reverse-text", "sampling": sampling}]}})
+    assert (
+        "max_tokens, response_format would shape or replace the distribution that the trainer has "
+        "to reproduce. Instead of max_tokens: set sampling.max_completion_tokens; Instead of "
+        "response_format: ask for the format in the prompt, and reward it"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["ignore_eos", "skip_special_tokens", "chat_template_kwargs", "reasoning_effort", "priority",
+     "request_id", "service_tier", "provider", "user", "return_token_ids"],
+)  # fmt: skip
+def test_what_leaves_the_distribution_alone_is_passed_on(key):
+    sampling = {"extra_body": {key: 1}}
+    made = config({"train": {"env": [{"id": "reverse-text", "sampling": sampling}]}})
+    assert made.orchestrator.train.env[0].sampling.extra_body == {key: 1}
 
 
 def test_a_taskset_that_is_not_there_is_named_with_the_nearest():

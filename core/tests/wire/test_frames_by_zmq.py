@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import zmq
 from waiting import LIMIT
+from zmq.utils import z85
 
 from prime_rl import WireError
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
 from prime_rl.rundir.machine import free_ports
 from prime_rl.wire import sockets
-from prime_rl.wire.sockets import FrameReceiver, FrameSender, wire_key
+from prime_rl.wire.sockets import FrameReceiver, FrameSender, sender_keys, wire_key
 from prime_rl_broadcast.group import BroadcastGroup, opened
 
 FRAMES = [bytes([number]) * 2_000_000 for number in range(4)]
@@ -51,21 +52,22 @@ async def send_all(sender: FrameSender) -> None:
 
 
 async def test_a_stranger_gets_no_frame_and_takes_none_away(monkeypatch, caplog, tmp_path):
+    """Without any key, with a wrong one, and with that of an earlier attempt."""
     monkeypatch.setenv(PROCESS, f"2:orchestrator:{tmp_path}")
     monkeypatch.setenv(ADMIN_KEY, "secret")
     (port,) = free_ports(1)
     sender = FrameSender(launch(port))
-    monkeypatch.setenv(PROCESS, f"1:trainer:{tmp_path}")  # of an earlier attempt
-    late = wire_key()
+    monkeypatch.setenv(PROCESS, f"1:trainer:{tmp_path}")
+    late = FrameReceiver(launch(port), 0)
     monkeypatch.setenv(PROCESS, f"2:trainer:{tmp_path}")
     monkeypatch.setenv(ADMIN_KEY, "guess")
-    wrong = wire_key()
+    wrong = FrameReceiver(launch(port), 0)
     monkeypatch.setenv(ADMIN_KEY, "secret")
     sending = asyncio.create_task(send_all(sender))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(f"tcp://127.0.0.1:{port}")
-        for request in ([wrong, b"0"], [late, b"9"], [wrong], [b""], [wire_key()]):
+        for request in ([b"0"], [b"9"], [b"0", b"7"], [b""], [wire_key(), b"0"]):
             stranger.send_multipart(request)
         with caplog.at_level(logging.WARNING):
             while not caplog.records:  # the sender has seen the stranger before the rank asks
@@ -74,22 +76,104 @@ async def test_a_stranger_gets_no_frame_and_takes_none_away(monkeypatch, caplog,
         assert await read_all(receiver) == FRAMES
         await sending
         assert not stranger.poll(0)
+        assert late.receive(0.0) is None and wrong.receive(0.0) is None
+    for each in (receiver, late, wrong, sender):
+        each.close()
+    (record,) = caplog.records
+    assert f"connects to tcp://127.0.0.1:{port}" in record.getMessage()
+
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+NULL, CURVE = b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0")
+READY = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+PART = b"\x01\xc8" + bytes(200)
+"""A part of a message that says that more follow."""
+
+
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (SIGNATURE + b"\x03\x00" + NULL + bytes(32) + READY, PART),
+        (SIGNATURE + b"\x03\x00" + NULL + bytes(32), PART),
+        (SIGNATURE + b"\x03\x01" + CURVE + bytes(32), PART),
+        (SIGNATURE + b"\x03\x01" + CURVE + bytes(32), b"\x04\xc8" + bytes(200)),
+        (SIGNATURE + b"\x03\x01" + CURVE + bytes(32), b"\x04\xc8\x05HELLO" + bytes(194)),
+        (SIGNATURE + b"\x01\x05\x00\x00", PART),
+        (b"\x01\x00", b"\xc9\x01" + bytes(200)),
+        (b"", b"GET / HTTP/1.1\r\n"),
+    ],
+    ids=["null", "no ready", "curve", "command", "hello", "version 2", "version 1", "http"],
+)
+async def test_a_peer_without_the_key_cannot_fill_the_memory(start: bytes, part: bytes) -> None:
+    """Its message has no end: the connection is ended, before more than buffers are full."""
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    sending = asyncio.create_task(send_all(sender))
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(start)
+    sent = 0
+    with pytest.raises(OSError):
+        while sent < 64 * 2**20:
+            writer.write(part * 1000)
+            await writer.drain()
+            sent += len(part) * 1000
+    writer.transport.abort()
+    receiver = FrameReceiver(launch(port), 0)
+    assert await read_all(receiver) == FRAMES
+    await sending
     receiver.close()
     sender.close()
-    (record,) = caplog.records
-    assert f"asks for micro batches at tcp://127.0.0.1:{port}" in record.getMessage()
+
+
+async def test_neither_the_key_nor_a_frame_travels_in_clear(monkeypatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    (port,) = free_ports(1)
+    seen = bytearray()
+    sender = FrameSender(launch(port))
+    async with breaking(port, [], seen) as relayed:
+        receiver = FrameReceiver(launch(relayed), 0)
+        await asyncio.to_thread(receiver.announce, 7)
+        sending = asyncio.create_task(send_all(sender))
+        assert await read_all(receiver) == FRAMES
+        await sending
+        receiver.close()
+    sender.close()
+    assert len(seen) > sum(map(len, FRAMES))
+    public, secret = sender_keys()
+    for hidden in (wire_key(), public, secret, z85.decode(public), FRAMES[3][:64]):
+        assert hidden not in seen
+
+
+async def test_a_process_in_the_place_of_the_sender_cannot_give_frames() -> None:
+    """Who binds the port first gets no request, and what it sends is not read."""
+    (port,) = free_ports(1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+        impostor.linger = 0
+        impostor.bind(f"tcp://127.0.0.1:{port}")
+        events = impostor.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        receiver = FrameReceiver(launch(port), 0)
+        assert await asyncio.to_thread(events.poll, 60_000)
+        assert await asyncio.to_thread(receiver.receive, 1.0) is None
+        assert not impostor.poll(0)
+        receiver.close()
+        impostor.disable_monitor()
+        events.close()
 
 
 @asynccontextmanager
-async def breaking(port: int, after: list[int]) -> AsyncIterator[int]:
+async def breaking(
+    port: int, after: list[int], seen: bytearray | None = None
+) -> AsyncIterator[int]:
     """A relay to ``port`` that breaks its first connections when so many bytes have come back on
-    each."""
+    each. ``seen`` gets what it passes on."""
     breaks, relays = iter(after), set[asyncio.Task[None] | None]()
 
     async def pump(reader, writer, limit: float) -> None:
         count = 0
         while data := await reader.read(65_536):
             count += len(data)
+            if seen is not None:
+                seen.extend(data)
             if count > limit:
                 break
             writer.write(data)
@@ -153,8 +237,10 @@ async def test_a_sender_that_cannot_answer_any_more_raises_its_error() -> None:
     waiting = asyncio.create_task(sender.send(sender.hwm, [b"frame"]))
     with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
         rank.linger = 0
+        rank.curve_serverkey, _ = sender_keys()
+        rank.curve_publickey, rank.curve_secretkey = zmq.curve_keypair()
         rank.connect(f"tcp://127.0.0.1:{port}")
-        rank.send_multipart([wire_key(), b"two"])  # of another make: it has the key
+        rank.send(b"two")  # of another make: it has the key
         for work in (waiting, sender.drain()):
             with pytest.raises(WireError, match=f"from tcp://127.0.0.1:{port}: .*b'two'") as raised:
                 async with asyncio.timeout(LIMIT):

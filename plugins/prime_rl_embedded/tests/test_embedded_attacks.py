@@ -116,6 +116,45 @@ def test_a_client_that_reads_slowly_is_waited_for() -> None:
     assert ended == [0] and unread == []
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nX: ",
+        b"POST /",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n1\r\n0\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;",
+    ],
+    ids=["headers", "one header", "address", "trailers", "extension of a chunk"],
+)
+async def test_a_head_without_an_end_ends_its_connection(start: bytes) -> None:
+    line = b"%s: y\r\n" % (b"x" * 1000) if start.endswith(b"\n") else b"x" * 1000
+    async with listening() as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start)
+        sent = 0
+        with pytest.raises(OSError):
+            while sent < BIG:
+                writer.write(line)
+                await writer.drain()
+                sent += len(line)
+        await until(lambda: not server.server_state.connections)
+        # What the server took lies in the buffers of the connection.
+        assert sent < BIG
+        await closed(writer)
+
+
+async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
+    number = b" " * 200_000 + b"3"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with listening() as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in number) + b"0\r\n\r\n")
+        await writer.drain()
+        assert (await reader.readuntil(b"\r\n\r\nxxx")).startswith(b"HTTP/1.1 200")
+        await closed(writer)
+
+
 async def test_bodies_that_are_being_read_are_bounded_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,6 +212,66 @@ def test_a_full_queue_answers_429_until_the_clients_in_it_are_gone(small: Served
     assert len(small.generate([1], max_tokens=3)["choices"][0]["token_ids"]) == 3
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+DEEP = json.loads("[" * 200 + "]" * 200)
+
+
+@pytest.mark.parametrize(
+    ("route", "request_body", "status", "reason"),
+    [
+        ("chat/completions", {"messages": [{}] * 100_000}, 400, "messages[0].role is None"),
+        ("chat/completions", {"messages": HELLO * 150_000}, 413, "has more than 4.03 MiB"),
+        ("chat/completions", {"messages": HELLO, "stop": ["x"] * 33}, 400, "stop has 33 strings"),
+        ("chat/completions", {"messages": HELLO, "stop": "x" * 257}, 400, "of up to 257"),
+        ("chat/completions", {"messages": HELLO, "logit_bias": DEEP}, 400, "logit_bias is [[[["),
+        ("completions", {"prompt": [[1]] * 5000}, 400, "are 5000 answers; expected at most 4096"),
+        ("completions", {"prompt": ["a"] * 33, "n": 128}, 400, "are 4224 answers"),
+        ("completions", {"prompt": [1], "stop_token_ids": [0] * 2000}, 400, "has 2000 tokens"),
+        (
+            "completions",
+            {"prompt": [[1] * 500] * 500, "echo": True, "logprobs": 20, "max_tokens": 0},
+            400,
+            "at most 16 of each of 250000 tokens fit an answer",
+        ),
+    ],
+)
+def test_a_request_of_too_much_work_is_refused_before_the_work(
+    small: Served, route: str, request_body: dict[str, Any], status: int, reason: str
+) -> None:
+    refused = small.post(f"/v1/{route}", request_body)
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, reason in message) == (status, True), message[:500]
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("requests", "reason"),
+    [
+        ([{"request_id": "a", "token_ids": b""}] * 4097, "length <= 4096"),
+        ([{"request_id": "a", "token_ids": bytes(4 * 600)}], "the prompt has 600 tokens"),
+        (
+            [{"request_id": "a", "token_ids": bytes(4), "sampling_params": {"x": bytes(2**23)}}],
+            "sampling_params has 8388",
+        ),
+        (
+            [{"request_id": "a", "token_ids": bytes(4), "sampling_params": {"seed": "x"}}],
+            "Expected `int | null`, got `str` - at `$.seed`",
+        ),
+        ([{"request_id": "a", "token_ids": bytes(3)}], "bad request: token_ids"),
+    ],
+)
+def test_a_batch_of_too_much_work_is_refused_before_the_work(
+    small: Served, requests: list[dict[str, Any]], reason: str
+) -> None:
+    sent = small.http.post(batch.ROUTE, content=msgspec.msgpack.encode({"requests": requests}))
+    if sent.status_code == 200:
+        (answer,) = batch.take_answers(bytearray(sent.content))
+        assert (answer.status, reason in answer.error) == (400, True), answer.error
+    else:
+        message = sent.json()["error"]["message"]
+        assert (sent.status_code, reason in message) == (400, True), message
+
+
 @pytest.mark.parametrize(
     ("folder", "reason"),
     [
@@ -204,3 +303,53 @@ def test_weights_that_no_run_has_are_refused(
     assert refused.status_code == 400
     assert reason in refused.json()["error"]["message"]
     assert small.http.get("/health").json()["version"] == 0
+
+
+MEETING = {
+    "directory": "m", "group": "g", "backend": "gloo", "rank": 1, "world_size": 2, "timeout": 9.0,
+    "loopback": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": -5}, "version is -5; it must be in [0, 2147483647]"),
+        ({"version": -1}, "version is -1"),
+        ({"version": 2**31}, "version is 2147483648"),
+        ({"version": True}, "Expected `int | null`, got `bool`"),
+        ({"version": "3"}, "Expected `int | null`, got `str`"),
+        ({"weight_dir": None}, "Expected `str`, got `null`"),
+        ({"meeting": MEETING | {"rank": 0}}, "meeting.rank is 0 and meeting.world_size 2"),
+        ({"meeting": MEETING | {"rank": -1}}, "meeting.rank is -1"),
+        ({"meeting": MEETING | {"rank": 2}}, "meeting.rank is 2"),
+        ({"meeting": MEETING | {"world_size": 1}}, "meeting.world_size 1"),
+        ({"meeting": MEETING | {"timeout": 0}}, "meeting.timeout is 0"),
+        ({"meeting": MEETING | {"timeout": -1.0}}, "meeting.timeout is -1"),
+        ({"meeting": MEETING | {"backend": "smoke"}}, "Invalid enum value 'smoke'"),
+        ({"meeting": MEETING}, "meeting.directory: m lies outside of the run"),
+    ],
+)
+def test_an_update_that_makes_no_sense_is_refused(
+    small: Served, change: dict[str, Any], reason: str
+) -> None:
+    root: Path = small.root  # type: ignore[attr-defined]
+    refused = small.post("/update_weights", {"weight_dir": str(root)} | change, admin=True)
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, reason in message) == (400, True), message
+    assert small.http.get("/health").json()["version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "reason"),
+    [
+        ("/pause?mode=abort", "mode: this engine keeps requests in flight"),
+        ("/pause?clear_cache=true", "clear_cache: running requests keep their KV"),
+        ("/sleep?level=2", "level: this engine keeps its weights on the host"),
+        ("/sleep?level=-1", "level: this engine keeps its weights on the host"),
+    ],
+)
+def test_other_admin_routes_check_what_they_take(small: Served, route: str, reason: str) -> None:
+    refused = small.post(route, admin=True)
+    assert refused.status_code == 400 and reason in refused.json()["error"]["message"]
+    assert small.metric("prime_rl:paused") == small.metric("prime_rl:asleep") == 0

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl import EngineError, WeightsError
+from prime_rl_embedded import Embedded, EmbeddedConfig, model
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.fused import FusedForward
-from prime_rl_embedded.model import load_model
+from prime_rl_embedded.model import load_model, weights_dtype
 from prime_rl_embedded.requests import Request, SamplingParams
 from prime_rl_embedded.scheduler import Scheduler
 from prime_rl_embedded.testing import VOCAB_SIZE, write_model
@@ -93,6 +94,38 @@ def test_half_precision_follows_the_float32_model(tmp_path: Path, dtype: str, fu
         logprobs = reference(input_ids=ids, use_cache=False).logits[0, 9:-1].log_softmax(-1)
     expected = logprobs.gather(-1, ids[0, 10:, None])[:, 0].tolist()
     assert request.logprobs == pytest.approx(expected, abs=0.5 if dtype == "bfloat16" else 0.05)
+
+
+def test_a_model_is_served_in_its_own_dtype_on_a_gpu_and_in_float32_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
+    assert weights_dtype("auto", cpu) == torch.float32 and weights_dtype("auto", gpu) == "auto"
+    assert weights_dtype("float16", cpu) == weights_dtype("float16", gpu) == torch.float16
+    folder = write_model(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    loaded.save_pretrained(folder)
+    assert load_model(folder, max_len=64, dtype="auto").module.dtype == torch.float32
+    monkeypatch.setattr(model, "weights_dtype", lambda dtype, device: weights_dtype(dtype, gpu))
+    assert load_model(folder, max_len=64, dtype="auto").module.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        ("", {}, "float32"),
+        ("0,1", {}, None),
+        ("0", {"device": "cpu"}, "float32"),
+        ("", {"device": "cuda:1"}, None),
+        ("0", {"dtype": "float32"}, "float32"),
+        ("", {"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_run_knows_the_dtype_before_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, settings: dict[str, Any], expected: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert Embedded(EmbeddedConfig(**settings)).dtype == expected
 
 
 @torch.no_grad()

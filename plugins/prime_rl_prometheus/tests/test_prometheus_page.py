@@ -54,6 +54,16 @@ def test_trainer_metrics_have_the_names_of_dashboards(monitor):
     assert found["prime_rl_time_trainer_step"] == 9.0
 
 
+def test_a_client_that_sends_half_a_request_is_ended(monitor, monkeypatch):
+    monkeypatch.setattr(monitor._page._server.RequestHandlerClass, "timeout", 0.1)
+    address = monitor._page._server.server_address[:2]
+    with socket.create_connection(address, timeout=LIMIT) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nHost")
+        assert client.recv(1) == b""
+    monitor.log(7, TRAINED)
+    assert scrape(monitor)["trainer_step"] == 7.0
+
+
 def test_all_other_metrics_have_a_name_that_prometheus_allows(monitor):
     monitor.log(8, {"train/agg/all/reward/mean": 0.5, "inference/tokens:rate": 3.0})
     monitor.log(7, TRAINED)

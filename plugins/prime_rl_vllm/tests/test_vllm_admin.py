@@ -2,7 +2,12 @@
 
 import os
 import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from prime_rl.rundir.status import Status
@@ -61,6 +66,33 @@ async def test_weights_that_all_workers_refuse_leave_the_old_version(ended: list
     with pytest.raises(RequestError, match="still serving version 0: called off"):
         await receive(workers)
     assert not ended and not workers.held
+
+
+async def test_an_update_that_makes_no_sense_is_refused() -> None:
+    """Before the workers hear of it: of a version below 0, or with a meeting outside of the run."""
+    state = State("m", "m", 64, Keys("admin"), Status(None), weights_roots=[Path("/run")])
+    parallel = SimpleNamespace(data_parallel_size=1, world_size=2)
+    device = SimpleNamespace(device_type="cpu")
+    config = SimpleNamespace(parallel_config=parallel, device_config=device)
+    state.engine = SimpleNamespace(vllm_config=config)
+
+    async def refusal(**change: object) -> str:
+        async def body() -> AsyncIterator[bytes]:
+            yield msgspec.json.encode({"weight_dir": "/run/broadcasts/step_1"} | change)
+
+        http: Any = SimpleNamespace(stream=body)
+        with pytest.raises(RequestError) as caught:
+            await Admin(state).update_weights(http)
+        return str(caught.value)
+
+    assert "version is -5; it must be in [0, 2147483647]" in await refusal(version=-5)
+    inside = msgspec.structs.replace(MEETING, directory="/run/m", group="/run/g")
+    assert "this engine has 2 workers" in await refusal(
+        meeting=msgspec.structs.replace(inside, rank=2)
+    )
+    assert "meeting.directory: m lies outside" in await refusal(meeting=MEETING)
+    parallel.data_parallel_size = 2
+    assert "takes weights from files only" in await refusal(meeting=inside)
 
 
 async def test_workers_of_two_versions_end_the_server(ended: list[int]) -> None:

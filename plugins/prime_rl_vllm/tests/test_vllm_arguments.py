@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from prime_rl import ConfigError, EngineLaunch
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ENGINE, collect, settings_of
 from prime_rl_vllm import Vllm, VllmConfig
-from prime_rl_vllm.arguments import OWNED, to_flags
+from prime_rl_vllm.arguments import OWNED, coarse_parts, to_flags, with_defaults
 from prime_rl_vllm.cpu_start import cpu_settings
 from prime_rl_vllm.server import parse
 
@@ -129,6 +130,64 @@ def test_num_gpus_is_the_product_of_all_parallelism():
 def test_the_dtype_has_torchs_name_unless_it_is_auto():
     told = {name: Vllm(config(dtype=name)).dtype for name in ("auto", "half", "bfloat16")}
     assert told == {"auto": None, "half": "float16", "bfloat16": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"head_dtype": "float32"}),
+        ({"rope_theta": 5.0}, {"head_dtype": "float32", "rope_theta": 5.0}),
+        ('{"rope_theta": 5.0}', {"head_dtype": "float32", "rope_theta": 5.0}),
+        ({"head_dtype": "model"}, {"head_dtype": "model"}),
+    ],
+)
+def test_logits_are_float32_unless_the_user_says_otherwise(given, expected):
+    arguments = {"hf_overrides": given} if given else {}
+    made = with_defaults(config(**arguments).arguments)
+    assert made["hf_overrides"] == expected
+    assert made["generation_config"] == "vllm"
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", 3])
+def test_overrides_of_another_form_are_refused(given):
+    with pytest.raises(ConfigError, match=r"inference\.vllm\.hf_overrides: is"):
+        with_defaults({"hf_overrides": given})
+
+
+def test_logits_in_float32_save_the_mismatch_of_rounded_ones():
+    """Hidden states and head in bfloat16, as on a GPU; the trainer's logits are float32."""
+    torch.manual_seed(0)
+    hidden = torch.randn(256, 512).bfloat16()
+    head = (torch.randn(4096, 512) * 0.2).bfloat16()
+    exact = hidden.float() @ head.float().T
+    trainer = exact.log_softmax(-1)
+    tokens = torch.multinomial(trainer.exp(), 1)
+
+    def mismatch(logits):
+        log_ratio = (trainer - logits.log_softmax(-1)).gather(1, tokens)
+        k3 = (log_ratio.exp() - 1 - log_ratio).mean().item()
+        return k3, log_ratio.std().item()
+
+    rounded_k3, rounded_std = mismatch(exact.bfloat16().float())
+    float32_k3, float32_std = mismatch((hidden.double() @ head.double().T).float())
+    assert 1e-4 < rounded_k3 < 5e-4 and 0.01 < rounded_std < 0.04
+    assert abs(float32_k3) < 1e-7 and float32_std < 1e-5
+
+
+def test_a_coarse_cache_and_quantized_weights_say_what_they_do():
+    assert coarse_parts({"kv_cache_dtype": "auto"}) == coarse_parts({}) == []
+    (note,) = coarse_parts({"kv_cache_dtype": "fp8_e5m2"})
+    assert "kv_cache_dtype is 'fp8_e5m2'" in note and "mismatch_kl" in note
+    assert len(coarse_parts({"kv_cache_dtype": "fp8", "quantization": "fp8"})) == 2
+
+
+def test_the_engine_of_a_run_is_not_quantized():
+    from dataclasses import replace
+
+    engine = Vllm(config(quantization="fp8"))
+    assert engine.command(LAUNCH).argv  # frozen
+    with pytest.raises(ConfigError, match=r"inference\.vllm\.quantization: is 'fp8'; a run"):
+        engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
 
 
 def test_chunked_prefill_is_refused_on_a_cpu():

@@ -58,6 +58,8 @@ def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued():
 
 def test_keys_that_change_the_distribution_are_refused_unless_neutral():
     assert "presence_penalty is 0.5" in refusal(presence_penalty=0.5)
+    for key in ("response_format", "guided_decoding", "guided_json", "thinking_token_budget"):
+        assert f"{key} is 'x'" in refusal(**{key: "x"})
     assert "stop is ['x']" in refusal(stop=["x"])
     planned(presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}, stop=[])
 

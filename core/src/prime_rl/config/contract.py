@@ -2,20 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from prime_rl.config.base import Settings
 
-SHAPING_KEYS = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    *("n", "best_of", "min_tokens", "bad_words", "allowed_token_ids", "typical_p"),
-    *("stop", "stop_token_ids", "logits_processors", "structured_outputs", "guided_json"),
-    *("guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "logprobs"),
+_SET_ELSEWHERE = {
+    "temperature": "set sampling.temperature",
+    "max_tokens": "set sampling.max_completion_tokens",
+    "max_completion_tokens": "set sampling.max_completion_tokens",
+    "max_new_tokens": "set sampling.max_completion_tokens",
+    "seed": "set the run's seed",
+    "n": "set group_size",
+    "best_of": "set group_size, and choose by a filter",
+    "logprobs": "training always asks for them",
+    "top_logprobs": "an algorithm asks for them",
+    "prompt_logprobs": "an algorithm asks for them",
+    "response_format": "ask for the format in the prompt, and reward it",
+    "tools": "the environment gives them",
+    "functions": "the environment gives them",
+    "tool_choice": "the environment gives the tools, and the model decides",
+    "function_call": "the environment gives the tools, and the model decides",
+    "stop": "end the turn in the environment",
+    "stop_token_ids": "end the turn in the environment",
+    "messages": "the environment gives them",
+    "prompt": "the environment gives it",
+    "model": "set model.name",
+    "cache_salt": "the run sets it, by the version of the weights",
 }
-"""Sampling parameters that training sets itself or must not allow."""
+"""Where to set what ``extra_body`` may not: by the key."""
+_NESTED = {
+    "extra_body",
+    "sampling_params",
+    "sampling",
+    "extra_args",
+    "vllm_xargs",
+    "generation_config",
+}
+"""Tables of further parameters, which nothing would look through."""
+_SHAPING_PARTS = (
+    *(
+        "temperature",
+        "dynatemp",
+        "top_",
+        "topk",
+        "topp",
+        "min_p",
+        "typical",
+        "tfs",
+        "cutoff",
+        "mirostat",
+        "xtc",
+        "dry_",
+    ),
+    *("penalty", "logit", "bias", "beam", "min_tokens", "min_new_tokens", "bad_words", "banned"),
+    *("allowed", "forced", "suppress", "no_repeat", "repetition_", "do_sample", "greedy"),
+    *("guided", "structured", "grammar", "regex", "schema", "ebnf", "constrain"),
+    *("budget", "truncate", "continue_final", "add_generation_prompt", "prefill"),
+)
+"""A key with such a part shapes the distribution, or its condition, in some engine."""
+
+
+def shaping_keys(extra_body: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that would shape or replace the sampling distribution, and what to do instead."""
+    advice = {}
+    for key in sorted(extra_body):
+        name = key.lower().replace("-", "_")
+        if name in _SET_ELSEWHERE:
+            advice[key] = _SET_ELSEWHERE[name]
+        elif name in _NESTED:
+            advice[key] = "write its keys into extra_body itself"
+        elif any(part in name for part in _SHAPING_PARTS):
+            advice[key] = "leave it out; an evaluation may set it ([orchestrator.eval.sampling])"
+    return advice
 
 
 class SamplingConfig(Settings):
@@ -26,16 +87,18 @@ class SamplingConfig(Settings):
     max_completion_tokens: PositiveInt | None = None
     """None: up to the end of the context."""
     extra_body: dict[str, Any] = {}
-    """More sampling parameters of the engine, except those that change the distribution."""
+    """More parameters of the engine's requests. Those that shape the distribution are refused, with
+    the place to set them: the trainer has to reproduce it."""
 
     @field_validator("extra_body")
     @classmethod
     def _leaves_the_distribution_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
-        shaping = sorted(set(value) & SHAPING_KEYS)
-        if shaping:
+        advice = shaping_keys(value)
+        if advice:
             raise ValueError(
-                f"{', '.join(shaping)} would shape or replace the distribution that the trainer "
-                "has to reproduce; set temperature and max_completion_tokens by their own keys"
+                f"{', '.join(advice)} would shape or replace the distribution that the trainer "
+                "has to reproduce. "
+                + "; ".join(f"Instead of {key}: {text}" for key, text in advice.items())
             )
         return value
 

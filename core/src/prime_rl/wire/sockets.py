@@ -1,12 +1,16 @@
 """Micro batches by ZMQ: ``rollout_transport.type = "zmq"``. Nothing here imports torch.
 
-    receiver --[key, n]---> sender: the rank has read frames 0 .. n - 1 and wants frame n
+    receiver ------[n]----> sender: the rank has read frames 0 .. n - 1 and wants frame n
     receiver <--[n, frame]-- sender
-    rank 0 --[key, n, version]--> sender: weights of this version are complete
+    rank 0 --[n, version]--> sender: weights of this version are complete
 
 A receiver asks again every second. The sender answers a connection once per frame. If a connection
-breaks, the next one asks for the frame again. A process without the key gets no answer. An
-announcement that is lost delays a version by ``LOOK_SECONDS``: its files are the record.
+breaks, the next one asks for the frame again. An announcement that is lost delays a version by
+``LOOK_SECONDS``: its files are the record.
+
+Connections are encrypted (CURVE). Both ends derive the sender's key pair from the run's key, so its
+public half is a secret too: a peer without it cannot complete the handshake, neither as receiver
+nor in the sender's place, and nothing is read from it but the handshake.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from contextlib import suppress
 
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from prime_rl import WireError
 from prime_rl.rundir.attempts import identity
@@ -41,8 +47,9 @@ LOOK_SECONDS = 1.0
 """Between two looks at the files of versions, while none is announced."""
 SHOWN_SECONDS = 0.02
 """The same after an announcement, until the disk shows the version."""
-MOST_ASKED = 256
-"""Bytes: a longer request ends its connection."""
+MOST_ASKED = 512
+"""Bytes of a request, or of a part of the handshake: a longer one ends its connection."""
+STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def wire_key() -> bytes:
@@ -53,18 +60,34 @@ def wire_key() -> bytes:
     return hmac.digest(os.environ.get(ADMIN_KEY, "").encode(), text.encode(), "sha256")
 
 
+def sender_keys() -> tuple[bytes, bytes]:
+    """The sender's public and secret key. Raises ``WireError`` if this libzmq cannot encrypt."""
+    if not zmq.has("curve"):
+        raise WireError(
+            'rollout_transport.type = "zmq" needs a libzmq with CURVE, which this pyzmq '
+            f"({zmq.__version__}, libzmq {zmq.zmq_version()}) lacks. Install pyzmq from its wheel, "
+            'or set rollout_transport.type = "filesystem".'
+        )
+    secret = z85.encode(wire_key())
+    return zmq.curve_public(secret), secret
+
+
 class FrameSender:
     """Binds one port per rank. ``send`` waits for a rank that has not connected yet."""
 
     def __init__(self, launch: Launch) -> None:
         self.hwm = launch.transport_hwm
+        _, secret = sender_keys()
         self._context = zmq.asyncio.Context()
         self._outboxes: list[Outbox] = []
         self._news = News()
         self._serving: list[asyncio.Task[None]] = []
         for port in launch.transport_ports:
             socket = self._context.socket(zmq.ROUTER)
-            socket.heartbeat_ivl, socket.maxmsgsize = HEARTBEAT_MS, MOST_ASKED
+            socket.heartbeat_ivl = HEARTBEAT_MS
+            socket.maxmsgsize = MOST_ASKED
+            socket.curve_server = 1
+            socket.curve_secretkey = secret
             address = f"tcp://{launch.transport_host}:{port}"
             try:
                 socket.bind(address)
@@ -80,6 +103,7 @@ class FrameSender:
         check_num_frames(step, frames, len(self._outboxes))
         if not self._serving:
             self._serving = [asyncio.create_task(outbox.serve()) for outbox in self._outboxes]
+            self._serving += [asyncio.create_task(outbox.watch()) for outbox in self._outboxes]
         for outbox, frame in zip(self._outboxes, frames, strict=True):
             await outbox.wait(self.hwm - 1)
             await outbox.put(sealed(frame))
@@ -130,7 +154,8 @@ class Outbox:
     """The frames of one rank that it has not read."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, news: News) -> None:
-        self._socket, self.address, self._key = socket, address, wire_key()
+        self._socket, self.address = socket, address
+        self._strangers = socket.get_monitor_socket(STRANGERS)
         self._news = news
         self._unread: deque[bytes] = deque()
         self._num_read = 0
@@ -139,7 +164,6 @@ class Outbox:
         self._read = asyncio.Condition()
         self._failure: Exception | None = None
         """What ended ``serve``."""
-        self._warned = False
 
     async def put(self, frame: bytes) -> None:
         self._unread.append(frame)
@@ -169,15 +193,13 @@ class Outbox:
     async def _serve(self) -> None:
         while True:
             peer, *asked = await self._socket.recv_multipart()
-            if len(asked) not in (2, 3) or not hmac.compare_digest(asked[0], self._key):
-                self._warn()
+            if len(asked) == 2:  # on a connection of its own, which gets no frames
+                self._news.hear(int(asked[1]))
                 continue
-            if len(asked) == 3:  # on a connection of its own, which gets no frames
-                self._news.hear(int(asked[2]))
-                continue
+            (number,) = asked
             if peer != self._peer:
                 self._peer, self._sent = peer, -1
-            while self._unread and self._num_read < int(asked[1]):
+            while self._unread and self._num_read < int(number):
                 self._unread.popleft()
                 self._num_read += 1
             async with self._read:
@@ -191,21 +213,26 @@ class Outbox:
             message = [self._peer, b"%d" % number, self._unread[0]]
             await self._socket.send_multipart(message, copy=False)
 
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("a process without this run's key asks for micro batches at %s: it gets "
-                        "none", self.address)  # fmt: skip
+    async def watch(self) -> None:
+        """Say once that there are peers without the key."""
+        await recv_monitor_message(self._strangers)
+        log.warning(
+            "a process without this run's key connects to %s, the port of micro batches: it is "
+            "refused",
+            self.address,
+        )
 
 
 class FrameReceiver:
     """Connects to the orchestrator, which may not have bound its port yet."""
 
     def __init__(self, launch: Launch, rank: int) -> None:
-        self._key, self._next, self._asked = wire_key(), 0, 0.0
+        self._next = 0
+        self._asked = 0.0
         self._context = zmq.Context()
         self._address = f"tcp://{launch.transport_host}:{launch.transport_ports[rank]}"
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._sender_key, _ = sender_keys()
+        self._socket = self._encrypted_socket()
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.immediate = 1  # ask on a connection that stands
         self._socket.connect(self._address)
@@ -227,14 +254,21 @@ class FrameReceiver:
                 return unsealed(frame.buffer)
 
     def announce(self, version: int) -> None:
-        with self._context.socket(zmq.DEALER) as socket:  # another's may not leave its thread
+        with self._encrypted_socket() as socket:  # another's may not leave its thread
             socket.linger = LINGER_MS
             socket.connect(self._address)
-            socket.send_multipart([self._key, b"%d" % self._next, b"%d" % version])
+            socket.send_multipart([b"%d" % self._next, b"%d" % version])
+
+    def _encrypted_socket(self) -> zmq.Socket[bytes]:
+        """A socket with a key pair of its own, for the sender with the run's key only."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.curve_serverkey = self._sender_key
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        return socket
 
     def _ask(self) -> None:
         with suppress(zmq.Again):  # not connected: again in a moment
-            self._socket.send_multipart([self._key, b"%d" % self._next], zmq.NOBLOCK)
+            self._socket.send(b"%d" % self._next, zmq.NOBLOCK)
             self._asked = time.monotonic()
 
     def close(self) -> None:

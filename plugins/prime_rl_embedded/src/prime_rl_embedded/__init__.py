@@ -12,6 +12,7 @@ from typing import Literal, cast
 from pydantic import NonNegativeInt, PositiveInt
 
 from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+from prime_rl.rundir.machine import visible_gpus
 
 
 class EmbeddedConfig(PluginConfig):
@@ -21,9 +22,9 @@ class EmbeddedConfig(PluginConfig):
     """Requests that generate at the same time; the rest wait in a queue."""
     max_waiting: PositiveInt = 16384
     """Length of that queue; more requests get the status 429."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of weights and KV cache. bfloat16 is ten times slower on CPUs without native support.
-    """
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and KV cache. ``auto`` is the model's own on a GPU, and float32 on a CPU:
+    bfloat16 is ten times slower on CPUs without native support."""
     device: str = "auto"
     """``auto`` (CUDA if available, else CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     num_threads: PositiveInt = 1
@@ -47,8 +48,13 @@ class Embedded(Engine):
     config_class = EmbeddedConfig
 
     @property
-    def dtype(self) -> str:
-        return cast(EmbeddedConfig, self.config).dtype
+    def dtype(self) -> str | None:
+        """None: the model's own."""
+        config = cast(EmbeddedConfig, self.config)
+        if config.dtype != "auto":
+            return config.dtype
+        on_gpu = bool(visible_gpus()) if config.device == "auto" else config.device != "cpu"
+        return None if on_gpu else "float32"
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """``python -m prime_rl_embedded.server ...``; the environment carries the admin key."""

@@ -19,7 +19,7 @@ from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.model_files import weight_dir
-from prime_rl_engine_kit.requests import UpdateBody, decode
+from prime_rl_engine_kit.requests import MAX_UPDATE_BYTES, UpdateBody, decode_update
 
 
 class Admin:
@@ -73,7 +73,7 @@ class Admin:
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: weights that are broken or do not fit change no parameter."""
         self._check(http)
-        body = decode(await read_body(http), UpdateBody)
+        body = decode_update(await read_body(http, MAX_UPDATE_BYTES), self._roots)
         async with self._updating:
             version = await self._swap(body)
         return JSONResponse({"status": "ok", "version": version})

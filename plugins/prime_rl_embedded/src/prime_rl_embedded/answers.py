@@ -1,13 +1,17 @@
-"""Text answers, for both routes of outside clients: tokens in, text out, whole or streamed."""
+"""Text answers, for both routes of outside clients: tokens in, text out, whole or streamed.
+
+Work that grows with a text runs in threads, so that the event loop goes on with other requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
@@ -16,8 +20,17 @@ from prime_rl_embedded.frontend import complete, stream_tokens
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.schema import Limits
+from prime_rl_embedded.tokenizing import Tokenizing
 from prime_rl_engine_kit.body import while_wanted
 from prime_rl_engine_kit.errors import RequestError
+
+TEXT_THREADS = 2
+"""So that a short text does not wait for a long one. More would take the model's cores."""
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 256
+"""Stop strings and their characters: each is looked for after every token."""
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -40,18 +53,35 @@ class Texts:
         self.engine, self.limits = engine, limits
         self.path = model_path
         self.tokenizer: Any = None
+        self._tokenizing: Tokenizing | None = None
+        self._token_texts: dict[int, str] = {}
         self._loading = asyncio.Lock()
+        # Not the loop's own threads: those read the files of weight updates.
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
-    async def load_tokenizer(self) -> Any:
+    async def load_tokenizer(self) -> Tokenizing:
         """The model's tokenizer, for all later requests too. Raises ``RequestError``."""
         async with self._loading:
-            if self.tokenizer is None:
-                self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.path)
-        return self.tokenizer
+            if self._tokenizing is None:
+                self._tokenizing = await self.in_thread(self._load)
+                self.tokenizer = self._tokenizing.tokenizer
+        return self._tokenizing
+
+    def _load(self) -> Tokenizing:
+        return Tokenizing(_load_tokenizer(self.path), self.path, self.limits)
+
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Run blocking work beside the event loop. Cancelled before it begins, it does not run."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, work, *arguments)
 
     def token(self, token_id: int) -> str:
         """The text of one token."""
-        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+            self._token_texts[token_id] = text
+        return text
 
     def answer(
         self, index: int, request: Request, stop: str | list[str] | None, skip_special: bool | None
@@ -60,6 +90,11 @@ class Texts:
         stops = [stop] if isinstance(stop, str) else stop or []
         if "" in stops:
             raise RequestError("stop contains an empty string, which matches everywhere")
+        if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop has {len(stops)} strings of up to {max(map(len, stops))} characters; "
+                f"expected at most {MAX_STOPS} of at most {MAX_STOP_LENGTH}"
+            )
         return Answer(index, request, TextStream(self.tokenizer, stops, skip_special is not False))
 
     async def run(self, http: HTTPRequest, answers: list[Answer]) -> None:
@@ -68,9 +103,7 @@ class Texts:
             await self._follow(http, answers)
             return
         await complete(self.engine, http, [answer.request for answer in answers])
-        for answer in answers:
-            answer.text.push(answer.request.token_ids)
-            answer.text.finish()
+        await self.in_thread(_decode_all, answers)
 
     async def _follow(self, http: HTTPRequest, answers: list[Answer]) -> None:
         async def drain(answer: Answer) -> None:
@@ -97,6 +130,12 @@ class Texts:
             await tokens.aclose()
         answer.text.finish()
         yield
+
+
+def _decode_all(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        answer.text.push(answer.request.token_ids)
+        answer.text.finish()
 
 
 async def merged(streams: Sequence[AsyncIterator[dict[str, Any]]]) -> AsyncIterator[dict[str, Any]]:

@@ -36,8 +36,8 @@ Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 class Api:
     """The routes that clients use."""
 
-    def __init__(self, engine: EngineLoop, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+    def __init__(self, engine: EngineLoop, limits: Limits, texts: Texts) -> None:
+        self.engine, self.limits, self.texts = engine, limits, texts
 
     async def health(self, _: HTTPRequest) -> Response:
         if self.engine.closed is not None or not self.engine.alive:
@@ -59,11 +59,13 @@ class Api:
         return PlainTextResponse(render(self.engine, self.limits.model_name))
 
     async def generate(self, http: HTTPRequest) -> Response:
-        body = decode(await read_body(http), GenerateBody)
+        body = decode(await read_body(http, self.limits.max_body_bytes), GenerateBody)
         requests = generate_requests(body, self.limits)
         await complete(self.engine, http, requests)
         with_logprobs = body.sampling_params.logprobs is not None
-        content = generate_response(requests, self.limits.model_name, with_logprobs)
+        content = await self.texts.in_thread(
+            generate_response, requests, self.limits.model_name, with_logprobs
+        )
         return Response(content, media_type="application/json")
 
 
@@ -102,7 +104,7 @@ def make_app(
     keys: Keys,
     weights_roots: Sequence[Path] | None = None,
 ) -> Starlette:
-    api, admin = Api(engine, limits), Admin(engine, keys, weights_roots)
+    api, admin = Api(engine, limits, texts), Admin(engine, keys, weights_roots)
     chat, text, batches = Chat(texts), Completions(texts), Batches(engine, limits)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),

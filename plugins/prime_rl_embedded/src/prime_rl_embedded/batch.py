@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -21,7 +21,6 @@ from prime_rl_engine_kit.batch import (
     MAX_REQUESTS,
     Abort,
     Answer,
-    Batch,
     BatchRequest,
     bytes_to_ids,
     frame,
@@ -33,6 +32,21 @@ from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling
 
 MEDIA_TYPE = "application/octet-stream"
+MAX_ABORT_BYTES = 2**20
+TOGETHER = 256
+"""Requests that are read without a pause for other work of the event loop."""
+
+
+class ReceivedRequest(BatchRequest, kw_only=True, omit_defaults=True):
+    """A request of a client. Its sampling parameters are decoded later, as what they are."""
+
+    sampling_params: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]  # narrower here
+
+
+class ReceivedBatch(msgspec.Struct):
+    """The body of a request. The length is checked before any request is decoded."""
+
+    requests: Annotated[list[ReceivedRequest], msgspec.Meta(max_length=MAX_REQUESTS)]
 
 
 class Batches:
@@ -43,28 +57,27 @@ class Batches:
         self._running: dict[str, Request] = {}
 
     async def generate(self, http: HTTPRequest) -> Response:
-        batch = _decode(await read_body(http), Batch)
-        if len(batch.requests) > MAX_REQUESTS:
-            many = len(batch.requests)
-            raise RequestError(f"requests: got {many}, expected at most {MAX_REQUESTS}")
+        batch = _decode(await read_body(http), ReceivedBatch)
         return StreamingResponse(
             self._answers(batch.requests), media_type="application/octet-stream"
         )
 
     async def abort(self, http: HTTPRequest) -> Response:
-        names = _decode(await read_body(http), Abort).request_ids
+        names = _decode(await read_body(http, MAX_ABORT_BYTES), Abort).request_ids
         found = [self._running[name] for name in names if name in self._running]
         for request in found:
             self.engine.abort(request)
         return JSONResponse({"aborted": len(found)})
 
-    async def _answers(self, requests: Sequence[BatchRequest]) -> AsyncIterator[bytes]:
+    async def _answers(self, requests: Sequence[ReceivedRequest]) -> AsyncIterator[bytes]:
         """Frames, as many at a time as are ready. Leaving the iteration aborts what still runs."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Queue[Answer] = asyncio.Queue()
         running: list[Request] = []
         try:
             for index, given in enumerate(requests):
+                if index and index % TOGETHER == 0:
+                    await asyncio.sleep(0)
                 try:
                     request = self._request(given)
                     self.engine.check_room(1)
@@ -90,13 +103,20 @@ class Batches:
                 if request.finish_reason is None:
                     self.engine.abort(request)
 
-    def _request(self, given: BatchRequest) -> Request:
+    def _request(self, given: ReceivedRequest) -> Request:
         """Raises ``RequestError``, also for what an answer of this route cannot hold."""
+        length = len(given.token_ids) // 4
+        if length > self.limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens; max_model_len is {self.limits.max_model_len}"
+            )
+        if len(given.sampling_params) > self.limits.max_body_bytes:
+            raise RequestError(f"sampling_params has {len(given.sampling_params)} bytes")
         try:
             ids = bytes_to_ids(given.token_ids)
-            sampling = msgspec.convert(given.sampling_params, GenerateSampling)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise RequestError(f"bad request: {error}") from error
+        except ValueError as error:
+            raise RequestError(f"bad request: token_ids: {error}") from error
+        sampling = _decode(given.sampling_params, GenerateSampling)
         for key, value, most in (
             ("n", sampling.n, 1),
             ("logprobs", sampling.logprobs, 1),
@@ -133,7 +153,7 @@ class Batches:
 Body = TypeVar("Body")
 
 
-def _decode(data: bytes, kind: type[Body]) -> Body:
+def _decode(data: bytes | msgspec.Raw, kind: type[Body]) -> Body:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:

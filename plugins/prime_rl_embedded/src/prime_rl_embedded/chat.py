@@ -19,9 +19,9 @@ from prime_rl_embedded.answers import DONE, Answer, Texts, merged, sent_event
 from prime_rl_embedded.generate import usage, weight_versions
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.schema import choices_of, resolve_sampling
-from prime_rl_engine_kit.body import read_body
+from prime_rl_engine_kit.body import read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
-from prime_rl_engine_kit.requests import SamplingFields, check_model, check_prompt, decode
+from prime_rl_engine_kit.requests import SamplingFields, check_model, decode
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -52,7 +52,7 @@ class Chat:
         self.texts, self.limits = texts, texts.limits
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body = decode(await read_body(http), ChatBody)
+        body = decode(await read_body(http, self.limits.max_body_bytes), ChatBody)
         check_model(body.model, self.limits)
         kind = (body.response_format or {}).get("type", "text")
         if kind != "text":
@@ -67,39 +67,27 @@ class Chat:
                 "(prime-rl eval RUN_DIR --base-url ...), or send tokens to /inference/v1/generate "
                 "and parse the reply with the model's renderer"
             )
-        answers = self._answers(body, await self._render(body))
+        answers = self._answers(body, await while_wanted(http, self._render(body)))
         head = _head(answers[0].request, self.limits.model_name)
         if body.stream:
             return StreamingResponse(
                 self._stream(body, answers, head), media_type="text/event-stream"
             )
         await self.texts.run(http, answers)
-        choices = [self._choice(body, answer) for answer in answers]
-        reply = {**head, "object": "chat.completion", "choices": choices}
-        return JSONResponse(reply | _usage(answers) | self._prompt_ids(body, answers))
+
+        def response() -> Response:
+            choices = [self._choice(body, answer) for answer in answers]
+            reply = {**head, "object": "chat.completion", "choices": choices}
+            return JSONResponse(reply | _usage(answers) | self._prompt_ids(body, answers))
+
+        return await self.texts.in_thread(response)
 
     # -- from messages to requests --------------------------------------------------
 
     async def _render(self, body: ChatBody) -> list[int]:
-        tokenizer = await self.texts.load_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise RequestError(
-                f"{self.texts.path}: the tokenizer has no chat template; send text to "
-                "/v1/completions or tokens to /inference/v1/generate"
-            )
-        messages = [as_text(message) for message in body.messages]
-        try:
-            ids = tokenizer.apply_chat_template(
-                messages,
-                tools=body.tools,
-                add_generation_prompt=True,
-                return_dict=False,
-                **(body.chat_template_kwargs or {}),
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise RequestError(f"the chat template refused the messages: {error}") from error
-        check_prompt(ids, self.limits)
-        return list(ids)
+        tokenizing = await self.texts.load_tokenizer()
+        settings = body.chat_template_kwargs or {}
+        return await self.texts.in_thread(tokenizing.chat, body.messages, body.tools, settings)
 
     def _answers(self, body: ChatBody, prompt: list[int]) -> list[Answer]:
         if body.max_tokens is None:
@@ -179,19 +167,6 @@ class Chat:
 
     def _prompt_ids(self, body: ChatBody, answers: list[Answer]) -> dict[str, Any]:
         return {"prompt_token_ids": answers[0].request.prompt} if body.return_token_ids else {}
-
-
-def as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text: parts of type ``text`` are joined. Raises
-    ``RequestError`` for any other part."""
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(f"messages: a part of content is {kind!r}; this engine takes text")
-    return message | {"content": "".join(part["text"] for part in parts)}
 
 
 def _head(request: Request, model: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -18,9 +19,16 @@ from prime_rl_embedded.answers import DONE, Answer, Texts, merged, sent_event
 from prime_rl_embedded.generate import MIN_LOGPROB, usage, weight_versions
 from prime_rl_embedded.requests import Request, TokenScore
 from prime_rl_embedded.schema import choices_of, resolve_sampling
-from prime_rl_engine_kit.body import read_body
+from prime_rl_engine_kit.body import read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
-from prime_rl_engine_kit.requests import SamplingFields, check_model, check_prompt, decode
+from prime_rl_engine_kit.requests import (
+    MAX_ANSWERS,
+    SamplingFields,
+    check_entries,
+    check_model,
+    check_prompt,
+    decode,
+)
 
 MAX_TOKENS = 16
 """OpenAI's default."""
@@ -56,11 +64,10 @@ class Completions:
         self.texts, self.limits = texts, texts.limits
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body = decode(await read_body(http), CompletionBody)
+        body = decode(await read_body(http, self.limits.max_body_bytes), CompletionBody)
         check_model(body.model, self.limits)
         _check(body)
-        await self.texts.load_tokenizer()
-        answers = self._answers(body)
+        answers = self._answers(body, await while_wanted(http, self._tokens(body)))
         head = {
             "id": body.request_id or f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -72,15 +79,38 @@ class Completions:
                 self._stream(body, answers, head), media_type="text/event-stream"
             )
         await self.texts.run(http, answers)
-        choices = [self._choice(body, answer) for answer in answers]
-        return JSONResponse({**head, "choices": choices, "usage": _usage(answers, body.n or 1)})
 
-    def _answers(self, body: CompletionBody) -> list[Answer]:
+        def response() -> Response:
+            choices = [self._choice(body, answer) for answer in answers]
+            reply = {**head, "choices": choices, "usage": _usage(answers, body.n or 1)}
+            return JSONResponse(reply)
+
+        return await self.texts.in_thread(response)
+
+    async def _tokens(self, body: CompletionBody) -> list[list[int]]:
+        """Those of each prompt. Raises ``RequestError``."""
+        tokenizing = await self.texts.load_tokenizer()
+        special = body.add_special_tokens is not False
+
+        def tokens() -> list[list[int]]:
+            found = []
+            for prompt in _prompts(body.prompt):
+                if isinstance(prompt, str):
+                    ids = tokenizing.text(prompt, special=special)
+                else:
+                    ids = prompt
+                check_prompt(ids, self.limits, scoring=body.max_tokens == 0)
+                found.append(ids)
+            return found
+
+        return await self.texts.in_thread(tokens)
+
+    def _answers(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Answer]:
         n = body.n or 1
+        if body.echo:
+            check_entries(sum(map(len, prompts)), body.logprobs)
         answers: list[Answer] = []
-        for prompt in _prompts(body.prompt):
-            ids = prompt if isinstance(prompt, list) else self._tokens(prompt, body)
-            check_prompt(ids, self.limits, scoring=body.max_tokens == 0)
+        for ids in prompts:
             body.max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
             scored = body.logprobs if body.echo else None
             params = resolve_sampling(
@@ -94,10 +124,6 @@ class Completions:
                     self.texts.answer(len(answers), request, body.stop, body.skip_special_tokens)
                 )
         return answers
-
-    def _tokens(self, text: str, body: CompletionBody) -> list[int]:
-        special = body.add_special_tokens is not False
-        return list(self.texts.tokenizer.encode(text, add_special_tokens=special))
 
     async def _stream(
         self, body: CompletionBody, answers: list[Answer], head: dict[str, Any]
@@ -153,7 +179,7 @@ class Completions:
                 self._alternatives(text, logprob, top)
                 for text, (_, logprob, top) in zip(tokens, rows, strict=True)
             ],
-            "text_offset": [sum(map(len, tokens[:i])) for i in range(len(tokens))],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
         }
 
     def _alternatives(
@@ -182,6 +208,14 @@ def _check(body: CompletionBody) -> None:
         raise RequestError("logprobs: not with stream; leave one of them out")
     if body.max_tokens == 0 and not (body.echo and body.logprobs is not None):
         raise RequestError("max_tokens is 0; expected at least 1, or echo with logprobs")
+    num_prompts = 1
+    if isinstance(body.prompt, list) and not all(isinstance(part, int) for part in body.prompt):
+        num_prompts = len(body.prompt)
+    if num_prompts * (body.n or 1) > MAX_ANSWERS:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {body.n or 1} are {num_prompts * (body.n or 1)} "
+            f"answers; expected at most {MAX_ANSWERS} per request"
+        )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> Iterator[str | list[int]]:

@@ -1,4 +1,5 @@
-"""Connections that make no progress are closed: clients that do not send, or do not read."""
+"""Connections that make no progress are closed: clients that do not send, or do not read, or send
+heads without an end."""
 
 from __future__ import annotations
 
@@ -9,21 +10,40 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 STALL_SECONDS = 30.0
 """For the head of a request to come, and for a client to read any part of its answer."""
+HEAD_BYTES = 2**16
+"""Of a request without its body: its head, and its trailers."""
+FRAMING = 8
+"""Bytes that may come with each byte of a body: clients may send it in chunks of one byte."""
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with two limits that it lacks. A body has its own (``read_body``), and
+    """uvicorn's protocol with three limits that it lacks. A body has its own (``read_body``), and
     an idle connection too (``timeout_keep_alive``)."""
 
     _head: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
+    _received = 0
+    """Bytes of the current request."""
+    _received_body = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head = self.loop.call_later(STALL_SECONDS, transport.close)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._received = self._received_body = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._received_body += len(body)
+
     def data_received(self, data: bytes) -> None:
+        self._received += len(data)
         super().data_received(data)
+        if self._received > HEAD_BYTES + FRAMING * self._received_body:
+            self.transport.abort()
+            return
         if self.cycle is not None and not self.cycle.response_complete:  # its head was read
             _cancel(self._head)
             self._head = None

@@ -83,4 +83,9 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0

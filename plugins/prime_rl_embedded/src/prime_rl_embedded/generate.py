@@ -24,18 +24,27 @@ class TokenEntry(msgspec.Struct, omit_defaults=True):
 
 
 def generate_response(requests: Sequence[Request], model: str, with_logprobs: bool) -> bytes:
-    """The JSON for finished requests that share a prompt, one choice each."""
+    """The JSON for finished requests that share a prompt, one choice each.
+
+    Encoded piece by piece: one call holds the interpreter until it returns, and the scores of a
+    prompt can be hundreds of megabytes.
+    """
     first = requests[0]
+    scores = prompt_logprobs(first)
     return msgspec.json.encode(
         {
             "request_id": first.request_id,
             "model": model,
             "created": int(time.time()),
-            "choices": [_choice(i, r, with_logprobs) for i, r in enumerate(requests)],
-            "prompt_logprobs": prompt_logprobs(first),
+            "choices": [_encoded(_choice(i, r, with_logprobs)) for i, r in enumerate(requests)],
+            "prompt_logprobs": None if scores is None else [_encoded(row) for row in scores],
             "usage": usage(requests),
         }
     )
+
+
+def _encoded(part: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(part))
 
 
 def usage(requests: Sequence[Request]) -> dict[str, object]:

@@ -70,6 +70,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """In transformers' terms: ``auto`` is the dtype of the model's folder."""
+    if dtype == "auto":
+        return "auto" if device.type == "cuda" else torch.float32
+    named: torch.dtype = getattr(torch, dtype)
+    return named
+
+
 def load_model(
     path: Path, *, max_len: int, dtype: str = "float32", device: str = "auto", fused: bool = True
 ) -> ServedModel:
@@ -82,7 +90,7 @@ def load_model(
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
             str(path),
-            dtype=getattr(torch, dtype),
+            dtype=weights_dtype(dtype, target),
             attn_implementation="eager",  # the only one that omits nothing (soft caps, sinks)
             local_files_only=path.is_dir(),
             output_loading_info=True,

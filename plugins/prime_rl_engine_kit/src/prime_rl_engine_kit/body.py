@@ -29,17 +29,17 @@ class _Unread:
     total = 0
 
 
-async def read_body(http: HTTPRequest) -> bytes:
-    """Raises ``RequestError``: 413 beyond 64 MiB, 429 if the bodies of all clients that are still
-    sending exceed 128 MiB, 408 after 30 seconds; and starlette's ``ClientDisconnect``."""
+async def read_body(http: HTTPRequest, most: int = MAX_BODY_BYTES) -> bytes:
+    """Raises ``RequestError``: 413 beyond ``most`` bytes, 429 if the bodies of all clients that are
+    still sending exceed 128 MiB, 408 after 30 seconds; and starlette's ``ClientDisconnect``."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in http.stream():
                 data += chunk
                 _Unread.total += len(chunk)
-                if len(data) > MAX_BODY_BYTES:
-                    raise RequestError(f"the body has more than {MAX_BODY_BYTES // 2**20} MiB", 413)
+                if len(data) > most:
+                    raise RequestError(f"the body has more than {most / 2**20:.3g} MiB", 413)
                 if _Unread.total > MAX_UNREAD_BYTES:
                     limit = f"{MAX_UNREAD_BYTES // 2**20} MiB"
                     raise RequestError(f"the bodies that are being read exceed {limit}", 429)

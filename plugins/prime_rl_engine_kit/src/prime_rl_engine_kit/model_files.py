@@ -73,17 +73,28 @@ class ModelFiles:
 def weight_dir(given: str, roots: Sequence[Path] | None) -> Path:
     """The folder of a weight update. Raises ``WeightsError`` if it lies in none of ``roots`` (None:
     it may lie anywhere)."""
-    try:
-        path = Path(given).resolve()
-        is_folder = path.is_dir()
-    except (OSError, ValueError) as error:  # too long, a null byte
-        raise WeightsError(f"{given[:200]!r} is no path: {error}") from error
+    path, is_folder = _resolved(given)
     if not is_folder:
         raise WeightsError(f"{given}: no such folder")
+    check_inside(given, roots)
+    return path
+
+
+def check_inside(given: str, roots: Sequence[Path] | None) -> None:
+    """Raises ``WeightsError`` if a path, which may be absent, lies in none of ``roots``."""
+    path, _ = _resolved(given)
     if roots is not None and not any(path.is_relative_to(root.resolve()) for root in roots):
         listed = " or ".join(map(str, roots))
         raise WeightsError(f"{given} lies outside of the run; expected a folder in {listed}")
-    return path
+
+
+def _resolved(given: str) -> tuple[Path, bool]:
+    """A path without links, and whether it is a folder."""
+    try:
+        path = Path(given).resolve()
+        return path, path.is_dir()
+    except (OSError, ValueError) as error:  # too long, a null byte
+        raise WeightsError(f"{given[:200]!r} is no path: {error}") from error
 
 
 def regular(path: Path) -> Path:

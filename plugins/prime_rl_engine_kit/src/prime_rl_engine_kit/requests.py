@@ -7,19 +7,31 @@ itself checks values such as a temperature.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from prime_rl import WeightsError
 from prime_rl_broadcast.group import BroadcastGroup
+from prime_rl_engine_kit.body import MAX_BODY_BYTES
 from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.model_files import check_inside
 
 MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
 MAX_PROMPT_ENTRIES = 2**22
 """Tokens times alternatives of one scored prompt: a reply of some 200 MB."""
+MAX_ANSWERS = 4096
+"""Prompts times choices of one request."""
+MAX_UPDATE_BYTES = 2**20
+"""Of the body of ``/update_weights``."""
+MAX_VERSION = 2**31 - 1
+"""Of a policy: replies and streams keep versions as int32."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -29,6 +41,15 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "structured_outputs": (),
     "logits_processors": ([],),
+    "response_format": ({"type": "text"},),
+    "guided_decoding": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "typical_p": (1,),
 }
 """Unsupported keys, and the values besides null without an effect."""
 
@@ -57,6 +78,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Any = None
     structured_outputs: Any = None
     logits_processors: Any = None
+    response_format: Any = None
+    guided_decoding: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    thinking_token_budget: Any = None
+    use_beam_search: Any = None
+    typical_p: Any = None
 
 
 class GenerateSampling(SamplingFields, kw_only=True):
@@ -101,6 +131,12 @@ class Limits:
     max_model_len: int
     vocab_size: int
 
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request with one prompt. Decoding holds the event loop, so what cannot fit the
+        context is not decoded: a token takes a few bytes, as text or as a number."""
+        return min(MAX_BODY_BYTES, 4 * 2**20 + 64 * self.max_model_len)
+
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """JSON into a body. Raises ``RequestError`` with the key and the fault."""
@@ -108,6 +144,35 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"bad request body: {error}") from error
+
+
+def decode_update(data: bytes, roots: Sequence[Path] | None, num_workers: int = 1) -> UpdateBody:
+    """The body of ``/update_weights``. Raises ``RequestError`` with the key and the fault.
+
+    ``roots``: what it names lies in one of these folders; None: anywhere. ``num_workers``: of this
+    engine.
+    """
+    body = decode(data, UpdateBody)
+    if body.version is not None and not 0 <= body.version <= MAX_VERSION:
+        raise RequestError(f"version is {body.version}; it must be in [0, {MAX_VERSION}]")
+    if body.meeting is None:
+        return body
+
+    meeting = body.meeting
+    last = meeting.world_size - num_workers
+    if not 1 <= meeting.rank <= last:
+        raise RequestError(
+            f"meeting.rank is {meeting.rank} and meeting.world_size {meeting.world_size}; rank 0 "
+            f"is the trainer's, and this engine has {num_workers} workers"
+        )
+    if not 0 < meeting.timeout < math.inf:
+        raise RequestError(f"meeting.timeout is {meeting.timeout}; it must be finite and above 0")
+    for key, folder in (("directory", meeting.directory), ("group", meeting.group)):
+        try:
+            check_inside(folder, roots)
+        except WeightsError as error:
+            raise RequestError(f"meeting.{key}: {error}") from error
+    return body
 
 
 def given(value: Value | None, default: Value) -> Value:
@@ -121,19 +186,24 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     fields = body.sampling_params
     scoring = fields.prompt_logprobs is not None and given(fields.max_tokens, 2) <= 1
     check_prompt(body.token_ids, limits, scoring=scoring)
-    most = MAX_PROMPT_ENTRIES // len(body.token_ids)
-    if given(fields.prompt_logprobs, 0) > max(most, MAX_ALTERNATIVES):
-        raise RequestError(
-            f"prompt_logprobs is {fields.prompt_logprobs}; at most {most} of each of "
-            f"{len(body.token_ids)} tokens fit an answer"
-        )
+    check_entries(len(body.token_ids), fields.prompt_logprobs, key="prompt_logprobs")
     if body.stream:
         raise RequestError("stream is true; this route answers whole completions only")
     if body.features is not None or body.content_parts is not None:
         raise RequestError("features and content_parts: this engine takes text tokens only")
     if fields.stop:
         raise RequestError(
-            f"stop is {fields.stop!r}; this route knows tokens, not strings: use stop_token_ids"
+            f"stop is {reprlib.repr(fields.stop)}; this route knows tokens, not strings: "
+            "use stop_token_ids"
+        )
+
+
+def check_entries(num_tokens: int, alternatives: int | None, key: str = "logprobs") -> None:
+    """Refuse scores of a prompt that no answer can hold. Raises ``RequestError``."""
+    most = MAX_PROMPT_ENTRIES // num_tokens
+    if given(alternatives, 0) > most:
+        raise RequestError(
+            f"{key} is {alternatives}; at most {most} of each of {num_tokens} tokens fit an answer"
         )
 
 
@@ -177,7 +247,8 @@ def check_sampling(
     for key, neutral in _NEUTRAL.items():
         value = getattr(fields, key)
         if value is not None and value not in neutral:
-            raise RequestError(f"{key} is {value!r}; this engine doesn't offer it: leave it out")
+            shown = reprlib.repr(value)
+            raise RequestError(f"{key} is {shown}; this engine doesn't offer it: leave it out")
     rules = (
         ("max_tokens", fields.max_tokens, 0, None),
         ("min_tokens", fields.min_tokens, 0, None),
@@ -193,7 +264,12 @@ def check_sampling(
         raise RequestError(
             "max_tokens is 0; it must be at least 1, unless prompt_logprobs are wanted"
         )
-    for token in fields.stop_token_ids or ():
+    stops = fields.stop_token_ids or ()
+    if len(stops) > limits.vocab_size:
+        raise RequestError(
+            f"stop_token_ids has {len(stops)} tokens; the vocabulary has {limits.vocab_size}"
+        )
+    for token in stops:
         if not 0 <= token < limits.vocab_size:
             raise RequestError(
                 f"stop_token_ids holds {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}"

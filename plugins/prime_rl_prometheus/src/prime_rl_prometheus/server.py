@@ -18,6 +18,9 @@ from prometheus_client.registry import Collector
 Gauges: TypeAlias = Mapping[str, tuple[float, str]]
 """Value and help text by name."""
 
+STALL_SECONDS = 30.0
+"""For a client to send any part of its request, or to read any part of its answer."""
+
 
 class Page(Collector):
     """The latest gauges of each source, and the server that serves them."""
@@ -70,6 +73,8 @@ class Page(Collector):
 
 def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = STALL_SECONDS
+
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":

@@ -15,7 +15,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, model_validator
 
 from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
-from prime_rl_vllm.arguments import check_keys
+from prime_rl_vllm.arguments import check_keys, check_policy
 from prime_rl_vllm.interpreter import check_interpreter
 
 PARALLEL = ("tensor", "pipeline", "data")
@@ -69,7 +69,10 @@ class Vllm(Engine):
         return {"auto": None, "half": "float16", "float": "float32"}.get(named, named)
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """``python -m prime_rl_vllm.server ...``; the environment carries the admin key."""
+        """``python -m prime_rl_vllm.server ...``; the environment carries the admin key. Raises
+        ``ConfigError`` for weights of a policy that cannot be replaced."""
+        if launch.weights_roots is not None:  # a run's engine: it gets new weights
+            check_policy(cast(VllmConfig, self.config).arguments)
         options = {
             "model": launch.model_path,
             "served-model-name": launch.served_model_name,

@@ -29,7 +29,7 @@ from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.model_files import weight_dir
-from prime_rl_engine_kit.requests import UpdateBody, decode
+from prime_rl_engine_kit.requests import MAX_UPDATE_BYTES, decode_update
 from prime_rl_vllm.lora import check_native
 from prime_rl_vllm.state import State
 
@@ -94,7 +94,11 @@ class Admin:
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: weights that are broken or do not fit change no parameter."""
-        body = decode(await read_body(http), UpdateBody)
+        roots, receives = self._state.weights_roots, self._state.receives
+        workers = 1 if receives is None else receives["workers"]
+        body = decode_update(await read_body(http, MAX_UPDATE_BYTES), roots, workers)
+        if body.meeting is not None and receives is None:
+            raise RequestError("meeting: this engine takes weights from files only")
         state, start = self._state, time.perf_counter()
         async with state.admin:
             if state.asleep and self._can_sleep():

@@ -22,6 +22,7 @@ OWNED = {
     "logprobs_mode": "training needs processed_logprobs, those of the sampling distribution",
     "worker_extension_cls": "prime-rl sets an extension that loads new weights",
     "middleware": "prime-rl sets a middleware that answers its routes and checks its keys",
+    "trust_request_chat_template": "the chat template of a request is a program that may not end",
     "lora_modules": "the trainer's adapter is served as it is published",
     "runner": "the engine samples tokens",
     "convert": "the engine samples tokens",
@@ -47,6 +48,54 @@ DEFAULTS: dict[str, Any] = {
     "disable_fastapi_docs": True,
 }
 """Our defaults for vLLM's arguments."""
+HF_OVERRIDES = {
+    # Otherwise a model in bfloat16 rounds its logits to bfloat16, which the trainer does not.
+    "head_dtype": "float32",
+}
+"""Our defaults within vLLM's ``hf_overrides``."""
+
+
+def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's arguments over ours. Raises ``ConfigError`` for ``hf_overrides`` of another
+    form than a table."""
+    overrides = arguments.get("hf_overrides") or {}
+    if isinstance(overrides, str):
+        try:
+            overrides = json.loads(overrides)
+        except ValueError as error:
+            raise ConfigError(f"inference.vllm.hf_overrides: is no JSON: {error}") from error
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"inference.vllm.hf_overrides: is {overrides!r}, expected a table")
+    return DEFAULTS | dict(arguments) | {"hf_overrides": HF_OVERRIDES | dict(overrides)}
+
+
+def coarse_parts(arguments: Mapping[str, Any]) -> list[str]:
+    """What makes the engine compute less precisely than its dtype, and what that does."""
+    notes = []
+    kv_cache = arguments.get("kv_cache_dtype", "auto")
+    if str(kv_cache).startswith(("fp8", "int", "nvfp", "turboquant")):
+        notes.append(
+            f"kv_cache_dtype is {kv_cache!r}: tokens are sampled from a distribution that differs "
+            "from the trainer's at equal weights. Their logprobs belong to it, so losses with an "
+            "importance ratio correct for it; mismatch_kl shows how much it is"
+        )
+    if arguments.get("quantization") is not None:
+        notes.append(
+            f"quantization is {arguments['quantization']!r}: the same as for a coarse KV cache, in "
+            "every layer"
+        )
+    return notes
+
+
+def check_policy(arguments: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` for weights that no update of a run can replace."""
+    if arguments.get("quantization") is not None:
+        raise ConfigError(
+            f"inference.vllm.quantization: is {arguments['quantization']!r}; a run publishes "
+            "weights in full precision, and replacing quantized ones is not supported: the policy "
+            "would be sampled from other weights than it is trained at. Leave it out; a frozen "
+            "model (prime-rl serve) may be quantized."
+        )
 
 
 def check_keys(arguments: Mapping[str, Any]) -> None:

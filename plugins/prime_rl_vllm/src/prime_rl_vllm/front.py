@@ -116,6 +116,8 @@ class Front:
             body = json.loads(data)
         except ValueError:
             return _replay(data, receive)  # vLLM answers with its own error
+        except RecursionError:
+            raise RequestError("bad request body: it is nested too deeply") from None
         if isinstance(body, dict):
             body["cache_salt"] = self.state.salt(body.get("cache_salt"))
             data = json.dumps(body).encode()

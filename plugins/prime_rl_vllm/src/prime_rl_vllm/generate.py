@@ -35,8 +35,9 @@ class Done:
 
 async def generate(state: State, http: HTTPRequest) -> Response:
     """Answer the route. Raises ``RequestError``."""
-    body = decode(await read_body(http), GenerateBody)
-    wanted = plan(body, Limits(state.model_name, state.max_model_len, state.vocab_size))
+    limits = Limits(state.model_name, state.max_model_len, state.vocab_size)
+    body = decode(await read_body(http, limits.max_body_bytes), GenerateBody)
+    wanted = plan(body, limits)
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     state.running += 1
     try:
@@ -46,7 +47,9 @@ async def generate(state: State, http: HTTPRequest) -> Response:
     finally:
         state.running -= 1
     done = Done(wanted, name, state.model_name, output)
-    return Response(reply(done), media_type="application/json")
+    # In a thread: the scores of a long prompt take seconds to write.
+    content = await asyncio.to_thread(reply, done)
+    return Response(content, media_type="application/json")
 
 
 async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> Any:

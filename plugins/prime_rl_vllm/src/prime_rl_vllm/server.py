@@ -21,7 +21,7 @@ from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.process import command_line, exit_now, run_server, wait_for_model
 from prime_rl_vllm import VllmConfig, cpu_start
 from prime_rl_vllm import state as shared
-from prime_rl_vllm.arguments import DEFAULTS, to_flags
+from prime_rl_vllm.arguments import coarse_parts, to_flags, with_defaults
 from prime_rl_vllm.interpreter import check_interpreter
 from prime_rl_vllm.state import State
 
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(args: argparse.Namespace, status: Status) -> int:
     status.report("importing vLLM")
     check_interpreter(None)
-    settings: dict[str, Any] = DEFAULTS | args.settings.arguments
+    settings = with_defaults(args.settings.arguments)
+    for note in coarse_parts(settings):
+        log.warning("inference.vllm.%s", note)
     if cpu_start.is_cpu_build():
         settings = cpu_start.cpu_settings(settings)
     elif args.can_sleep:
