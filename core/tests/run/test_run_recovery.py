@@ -127,11 +127,11 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     engines = Status(tmp_path / "status" / "engines.json")
     engines.report("2 of 2 serve", inference="version 4", inference_1="version 3")
     status = Status(tmp_path / "status" / "trainer.json")
-    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0)  # step 5 is trained
+    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0, announced=5.0)
     version = tmp_path / "broadcasts" / "step_5"
     version.mkdir(parents=True)
     (version / "STABLE").touch()
-    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+    liveness = Liveness(tmp_path, RecoveryConfig(lost_timeout=10), clock.monotonic)
 
     def look(seconds):
         for _ in range(seconds):
@@ -146,15 +146,39 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     assert look(8) is None
     engines.report("2 of 2 serve", inference="version 5", inference_1="version 4")
     assert look(30) is None  # loaded: the version is needed no longer
-    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0)
+    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0, announced=6.0)
     process, why = look(30)
     assert process is trainer
     assert why == (
-        "waits for the next batch, and its weights of step 6 are gone before an engine has loaded "
-        f"them: {tmp_path / 'broadcasts' / 'step_6'}"
+        "waits for the next batch, and the weights of step 6 that it announced are gone for 10 s "
+        "(recovery.lost_timeout) before an engine has loaded them: "
+        f"{tmp_path / 'broadcasts' / 'step_6'}"
     )
     status.report("training", step=7.0)
     assert look(30) is None
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        # The version of the step before is being written, or will be.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": 4.0},
+        {"state": "writing weights version 5", "waiting_for": "disk", "announced": 4.0},
+        # Resumed after step 5: an engine that was kept loads the checkpoint's weights.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": -1.0},
+        # Nothing says what it has announced.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)"},
+    ],
+)
+def test_weights_that_were_not_announced_are_not_gone(spawn, tmp_path, waits):
+    clock, trainer = Clock(), spawn(FOREVER, "trainer")
+    (tmp_path / "status").mkdir()
+    Status(tmp_path / "status" / "engines.json").report("1 of 1 serve", inference="version 4")
+    Status(tmp_path / "status" / "trainer.json").report(**waits, step=6.0)
+    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+    for _ in range(1500):
+        clock.sleep(1)
+        assert liveness.look([trainer]) is None
 
 
 def stopped(pid):

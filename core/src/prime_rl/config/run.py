@@ -148,6 +148,8 @@ class RecoveryConfig(Settings):
     reading or writing the model, takes."""
     stopped_timeout: PositiveFloat = 60.0
     """Seconds that a process on this machine may be stopped (SIGSTOP)."""
+    lost_timeout: PositiveFloat = 60.0
+    """Seconds that weights may be gone which the trainer has announced and no engine has loaded."""
 
 
 class StopConfig(Settings):

@@ -130,9 +130,11 @@ class Broadcaster:
     ) -> None:
         """``announced`` is called on rank 0, perhaps in another thread."""
         self._model, self._publisher, self._status = model, publisher, status
-        self._sender, self._announced = sender, announced
+        self._sender, self._announce_to = sender, announced
+        self.announced = -1
+        """The newest version that this process has announced; -1: none yet."""
         installed = entry_points(group=WRITERS) if sender is None else ()
-        self._writers = [each.load()(model, publisher, announced) for each in installed][:1]
+        self._writers = [each.load()(model, publisher, self._is_there) for each in installed][:1]
         self._copied = False
         self._version, self._waits = -1, False
 
@@ -166,7 +168,7 @@ class Broadcaster:
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
-            self._announced(self._version)
+            self._is_there(self._version)
         return 0.0 if last else self.pass_on()
 
     def pass_on(self) -> float:
@@ -204,6 +206,16 @@ class Broadcaster:
         if answers[0][1]:
             self._write_files()
         return all(has for has, _ in answers)
+
+    @property
+    def being_written(self) -> int | None:
+        """On rank 0: the newest version, while a thread writes it; None: all are announced."""
+        return self._version if self.announced < self._version else None
+
+    def _is_there(self, version: int) -> None:
+        """A version is complete: perhaps in the writer's thread."""
+        self.announced = version
+        self._announce_to(version)
 
     def _files_wanted(self) -> bool:
         return FILES_WANTED in names_in(self._publisher.directory)

@@ -25,7 +25,7 @@ from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import ENGINES, read_status
-from prime_rl.weights.versions import STABLE as ANNOUNCED
+from prime_rl.weights.versions import newest_version
 from prime_rl_tools.logs import LogLimit
 from prime_rl_tools.restarts import SERVES, Restarts
 
@@ -36,8 +36,6 @@ LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
 LONGEST_WAIT = 60.0
 LOOK_SECONDS = 1.0
-LOST_SECONDS = 10.0
-"""Weights that were announced are not there for so long."""
 MOST_SECONDS = 5.0
 """What one look may add: the supervisor itself may have been stopped."""
 
@@ -151,21 +149,37 @@ class Liveness:
         return ""
 
     def _waits_in_vain(self, process: Process, passed: float) -> str:
-        """Trainer and orchestrator wait for each other if new weights vanish before they load."""
+        """Trainer and orchestrator wait for each other if weights vanish before an engine loads
+        them. Only weights that this trainer has announced can vanish: those that are absent and
+        were not announced are being written."""
         if process.name != "trainer":
             return ""
-        trainer, engines = (
-            read_status(self._run_dir / "status" / f"{name}.json") for name in ("trainer", ENGINES)
+        version = self._unread_version()
+        broadcasts = self._run_dir / "broadcasts"
+        newest = newest_version(broadcasts)
+        is_lost = version is not None and (newest is None or newest < version)
+        self._lost = self._lost + passed if is_lost else 0.0
+        if self._lost <= self._config.lost_timeout:
+            return ""
+        limit = f"for {self._config.lost_timeout:g} s (recovery.lost_timeout)"
+        return (
+            f"waits for the next batch, and the weights of step {version} that it announced are "
+            f"gone {limit} before an engine has loaded them: {broadcasts / f'step_{version}'}"
         )
-        states = [] if engines is None else map(str, engines.detail.values())
-        served = [int(s) for state in states if (s := state.removeprefix(SERVES)).isdecimal()]
-        waits = trainer is not None and str(trainer.waiting_for).startswith("orchestrator")
-        step = int(trainer.detail.get("step", 0)) - 1 if trainer is not None and waits else 0
-        mark = self._run_dir / "broadcasts" / f"step_{step}" / ANNOUNCED
-        lost = bool(served) and max(served) < step and not mark.exists()
-        self._lost = self._lost + passed if lost else 0.0
-        what = f"waits for the next batch, and its weights of step {step} are gone before an engine"
-        return f"{what} has loaded them: {mark.parent}" if self._lost > LOST_SECONDS else ""
+
+    def _unread_version(self) -> int | None:
+        """The version that the trainer has announced and no engine has loaded, while the trainer
+        waits for a batch; None if there is none, or if nothing says so."""
+        trainer = read_status(self._run_dir / "status" / "trainer.json")
+        engines = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        if trainer is None or engines is None:
+            return None
+        if not str(trainer.waiting_for).startswith("orchestrator"):
+            return None
+        versions = [str(state).removeprefix(SERVES) for state in engines.detail.values()]
+        served = [int(version) for version in versions if version.isdecimal()]
+        announced = int(trainer.detail.get("announced", -1))
+        return announced if served and max(served) < announced else None
 
     def _is_silent(self, process: Process, passed: float) -> str:
         """Engines are watched by the orchestrator."""
