@@ -143,7 +143,7 @@ def test_a_child_whose_parent_has_already_died_exits_at_once(tmp_path):
     code = "from prime_rl.rundir.processes import exit_with_parent; exit_with_parent(); print('on')"
     env = {**os.environ, "PRIME_RL_PARENT_PID": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout) == (143, "")
 
 
 # -- watching -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The supervisor: which deaths end a run, the error, a stop, and the clean-up."""
 
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -8,12 +9,13 @@ import pytest
 
 from prime_rl import RunError
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ProcessFailed
 from prime_rl.run import supervisor
 from prime_rl.run.supervisor import _watch
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt
-from prime_rl.rundir.status import DONE, Status
+from prime_rl.rundir.status import DONE, Status, read_status
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -82,10 +84,33 @@ def test_an_engine_that_exits_with_code_0_ends_the_run(spawn, view):
         _watch(children, view)
 
 
-@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
-def test_a_lost_status_file_makes_no_failure_of_a_success(spawn, view, name):
+@pytest.mark.parametrize("name", ["model", "trainer", "orchestrator"])
+def test_a_process_that_ends_without_a_status_is_not_done(spawn, view, name):
+    """A signal or ``sys.exit()`` of a plugin may end it before its first status."""
     (view.run_dir / "status" / f"{name}.json").unlink()
-    _watch([spawn("pass", each) for each in ("trainer", "orchestrator")], view)
+    names = ("model", "inference", "trainer", "orchestrator")
+    children = [spawn("pass" if each == name else FOREVER, each) for each in names]
+    with pytest.raises(ProcessFailed, match=f"^{name} exited with code 0 before it was done"):
+        _watch(children, view)
+
+
+def test_another_node_of_the_trainer_has_no_status_and_may_be_done(spawn, view):
+    _watch([spawn("pass", each) for each in ("trainer", "trainer_1", "orchestrator")], view)
+
+
+def test_a_status_comes_back_when_its_folder_is_removed(view):
+    folder = view.run_dir / "status"
+    shutil.rmtree(folder)
+    Status(folder / "trainer.json").report(DONE)
+    assert read_status(folder / "trainer.json").state == DONE
+
+
+@pytest.mark.parametrize("code", [143, -signal.SIGTERM])
+def test_a_process_that_a_signal_ended_is_named_with_the_signal(spawn, view, code):
+    ends = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)" if code < 0 else "exit(143)"
+    children = [spawn(ends, "trainer"), spawn(FOREVER, "orchestrator")]
+    with pytest.raises(ProcessFailed, match=r"^trainer was ended by SIGTERM\. The end of its log"):
+        _watch(children, view)
 
 
 @pytest.mark.parametrize("name", ["trainer", "orchestrator"])

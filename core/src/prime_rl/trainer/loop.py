@@ -199,6 +199,7 @@ def train(
             _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
             break
         received = time.perf_counter()
+        status.report("training", step=step)  # it waits no longer, though the first row may be long
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, status)
         trained = time.perf_counter()

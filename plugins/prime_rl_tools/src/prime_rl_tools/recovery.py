@@ -24,7 +24,7 @@ from prime_rl.plugins.view import RunView
 from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.status import ENGINES, read_status
+from prime_rl.rundir.status import ENGINES, last_beat, read_status
 from prime_rl.weights.versions import newest_version
 from prime_rl_tools.logs import LogLimit
 from prime_rl_tools.restarts import SERVES, Restarts
@@ -36,6 +36,9 @@ LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
 LONGEST_WAIT = 60.0
 LOOK_SECONDS = 1.0
+MOVED_MIB = 64
+"""What a process has read or written meanwhile is a sign of life: it loads or saves a model, in one
+call that cannot beat. Heartbeats of sockets and lines of a log are much less."""
 MOST_SECONDS = 5.0
 """What one look may add: the supervisor itself may have been stopped."""
 
@@ -104,9 +107,26 @@ def last_trained(run_dir: Path) -> int:
         return 0
 
 
+def _bytes_moved(process: Process) -> int:
+    """Bytes that a process on this machine, or the trainer's ranks, have read and written; 0 if
+    unknown."""
+    total = 0
+    if isinstance(process, Child):
+        with suppress(psutil.Error, AttributeError):  # macOS counts none
+            parent = psutil.Process(process.process.pid)
+            ranks = parent.children() if process.name.startswith("trainer") else []
+            for each in (parent, *ranks):
+                count = each.io_counters()
+                # The first two count calls, the others what the disk did: pages of mapped files.
+                total += count.read_chars + count.write_chars
+                total += count.read_bytes + count.write_bytes
+    return total
+
+
 class Liveness:
-    """Finds processes that run and do nothing: stopped ones on this machine, and those whose loop
-    gives no sign of life (``Status.beat``). Time counts only while we look."""
+    """Finds processes that run and do nothing: stopped ones on this machine, and those that give no
+    sign of life: their loop does not (``Status.beat``), and they read and write nothing. Time
+    counts only while we look."""
 
     def __init__(
         self, run_dir: Path, config: RecoveryConfig, clock: Callable[[], float] = time.monotonic
@@ -114,7 +134,9 @@ class Liveness:
         self._run_dir, self._config, self._clock = run_dir, config, clock
         self._looked = clock()
         self._stopped: dict[int, float] = {}
-        self._silent: dict[str, tuple[int, float]] = {}
+        self._silent: dict[str, tuple[int, int, float]] = {}
+        """Of each process: its last beat, the bytes it had moved when they last were a sign of
+        life, and the seconds since the last sign."""
         self._lost = 0.0
 
     def look(self, processes: Sequence[Process]) -> tuple[Process, str] | None:
@@ -186,13 +208,18 @@ class Liveness:
         if process.name not in ("orchestrator", "trainer"):
             return ""
         path = self._run_dir / "status" / f"{process.name}.json"
-        try:
-            beat = path.stat().st_mtime_ns
-        except OSError:
+        beat = last_beat(path)
+        if beat is None:
             return ""
-        before, silent = self._silent.get(process.name, (beat, 0.0))
-        self._silent[process.name] = beat, 0.0 if beat != before else silent + passed
-        if self._silent[process.name][1] <= self._config.hang_timeout:
+        before, num_bytes, silent = self._silent.get(process.name, (beat, 0, 0.0))
+        silent = silent + passed if beat == before else 0.0
+        if silent > self._config.hang_timeout / 2:  # not at each look: it walks /proc
+            moved = _bytes_moved(process)
+            if moved - num_bytes >= MOVED_MIB << 20:
+                num_bytes = moved
+                silent = 0.0
+        self._silent[process.name] = beat, num_bytes, silent
+        if silent <= self._config.hang_timeout:
             return ""
         report = read_status(path)
         does = "" if report is None else f": {report.state}, waiting for {report.waiting_for}"
