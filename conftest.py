@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-seconds",
         type=float,
-        help="how much longer each stage of tests/test_slow_world.py takes, with the default limits",
+        help="seconds that each stage of tests/test_slow_world.py takes longer",
     )
 
 

@@ -33,7 +33,7 @@ SMALL = [
     *("--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"),
     *("--orchestrator.eval.env.0.num_examples", "4", "--orchestrator.eval.env.0.interval", "1"),
     *("--orchestrator.max_off_policy_steps", "0", "--inference.embedded.num_slots", "1"),
-    *("--max-steps", "2", "--view.type", "lines", "--ckpt.interval", "1"),
+    *("--max-steps", "2", "--view.type", "lines", "--ckpt.interval", "2"),
 ]
 
 

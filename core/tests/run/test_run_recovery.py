@@ -120,6 +120,39 @@ def test_a_stopped_process_and_a_silent_loop_are_found_and_named(spawn, tmp_path
     )
 
 
+def test_a_silent_process_that_reads_a_large_model_is_not_taken_for_dead(spawn, tmp_path):
+    """One call reads it: nothing beats meanwhile."""
+    clock, model = Clock(), tmp_path / "model"
+    (tmp_path / "status").mkdir()
+    Status(tmp_path / "status" / "trainer.json").report("loading weights")
+    model.write_bytes(bytes(80 << 20))
+    order = tmp_path / "order"
+    code = (
+        "import time, pathlib\n"
+        f"model, order = pathlib.Path({str(model)!r}), pathlib.Path({str(order)!r})\n"
+        "while True:\n"
+        "    if order.exists():\n"
+        "        model.read_bytes()\n"
+        "        order.unlink()\n"
+        "    time.sleep(0.01)\n"
+    )
+    trainer = spawn(code, "trainer")
+    liveness = Liveness(tmp_path, RecoveryConfig(hang_timeout=30), clock.monotonic)
+
+    def look():
+        clock.sleep(1)
+        return liveness.look([trainer])
+
+    for _ in range(6):
+        for _ in range(20):
+            assert look() is None
+        order.touch()
+        eventually(lambda: not order.exists())
+    while (found := look()) is None:
+        assert clock.now < 1000 + 600
+    assert found[1].startswith("has given no sign of life for 30 s")
+
+
 def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_path):
     """Else trainer and orchestrator wait for each other for ever, and both give signs of life."""
     clock, trainer = Clock(), spawn(FOREVER, "trainer")

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from waiting import Clock
 
 from prime_rl import RunError
 from prime_rl.config.run import RunConfig
@@ -131,6 +132,33 @@ def test_a_trainer_that_never_ends_is_named(spawn, view, monkeypatch):
     ]
     with pytest.raises(RunError, match="the trainer is still busy 0 s after the last step"):
         _watch(children, view)
+
+
+def test_a_trainer_that_gives_signs_of_life_after_the_last_step_is_waited_for(
+    spawn, view, monkeypatch
+):
+    """It writes a large model: each beat starts the time again. Its tenth ends it here."""
+    clock, beats = Clock(), []
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 10.0)
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 6.0)
+    path = view.run_dir / "status" / "trainer.json"
+    enough = view.run_dir / "enough"
+
+    def refresh():
+        beats.append(None)
+        os.utime(path, ns=(0, len(beats) * 10**9))
+        if len(beats) == 10:
+            enough.touch()
+        if len(beats) > 10:
+            children[1].process.wait()
+
+    view.refresh = refresh
+    until = f"import os, time\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.02)"
+    children = [spawn("pass", "orchestrator"), spawn(until, "trainer")]
+    children[0].process.wait()
+    _watch(children, view)
+    assert len(beats) >= 10
 
 
 def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):

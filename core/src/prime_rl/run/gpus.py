@@ -39,8 +39,8 @@ def _counted(path: str) -> tuple[str, ...]:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
     except subprocess.TimeoutExpired as error:  # silence does not mean that there is none
         raise ConfigError(
-            f"nvidia-smi has not answered for {ASK_SECONDS:g} s, so the GPUs are unknown. Start the "
-            "run again when it answers, or name the GPUs in CUDA_VISIBLE_DEVICES (empty: none)."
+            f"nvidia-smi has not answered for {ASK_SECONDS:g} s, so the GPUs are unknown. Start "
+            "again when it answers, or name the GPUs in CUDA_VISIBLE_DEVICES (empty: none)."
         ) from error
     except (OSError, subprocess.SubprocessError):
         return ()
