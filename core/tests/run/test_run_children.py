@@ -12,6 +12,7 @@ import pytest
 from waiting import LIMIT, eventually, exists
 
 from prime_rl.run.children import (
+    Child,
     end,
     first_signal_asks,
     free_ports,
@@ -113,6 +114,15 @@ def test_end_may_be_called_twice_or_without_children(spawn):
     end([child])
     end([child])
     end([])
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(8 << 30)  # no memory holds it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nfirst\nsecond \xff\n")
+    assert Child("trainer", None, log).last_lines(2) == ["first", "second \ufffd"]
 
 
 # -- dying with the parent --------------------------------------------------------------------
