@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ def start(folder: Path, name: str, model_cache: Path, *words: str, **env: str) -
 
 
 def finish(process: Any) -> str:
-    output: str = process.communicate(timeout=LIMIT)[0]
+    try:
+        output: str = process.communicate(timeout=LIMIT)[0]
+    finally:
+        process.kill()
     assert process.returncode == 0, output
     return output
 
@@ -207,7 +211,7 @@ if "PRIME_RL_PROCESS" in os.environ and ":trainer:" in os.environ["PRIME_RL_PROC
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_that_gets_sigterm_before_its_first_status_is_started_again(
-    tmp_path: Path, model_cache: Path, fast: Path, site: Callable[..., None], ranks: int
+    tmp_path: Path, model_cache: Path, site: Callable[..., None], ranks: int
 ) -> None:
     """With two ranks, its agent. A plugin delays the import of the first trainer."""
     site("waits", "[prime_rl.trainer]\nwaits = waits\n", WAITS)
@@ -215,8 +219,11 @@ def test_a_trainer_that_gets_sigterm_before_its_first_status_is_started_again(
     process = start(tmp_path, "run", model_cache, *words)
     eventually(seen.exists, process)
     name = "prime_rl.trainer" if ranks == 1 else "prime_rl_tools.agent"
-    children = psutil.Process(process.pid).children(recursive=True)
-    (victim,) = [each for each in children if name in each.cmdline()]
+    victims = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # others come and go
+            victims += [each] if name in each.cmdline() else []
+    (victim,) = victims
     assert not (tmp_path / "run" / "status" / "trainer.json").exists()
     victim.send_signal(signal.SIGTERM)
     output = finish(process)
