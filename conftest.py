@@ -20,6 +20,14 @@ settings.register_profile(
 settings.load_profile("here")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-seconds",
+        type=float,
+        help="seconds that each stage of tests/test_slow_world.py takes longer",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One nursery for the processes of all workers."""
     if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:

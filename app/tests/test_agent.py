@@ -121,9 +121,20 @@ def test_the_rank_that_the_agent_names(
     assert capsys.readouterr().err == f"{said}\n"
 
 
-def test_ranks_that_end_after_a_signal_to_the_agent_have_not_failed() -> None:
+def test_ranks_that_end_after_a_signal_to_the_agent_have_not_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor are they done."""
     stopped = iter([False, True])
-    assert agent._watch(exited(143, 143), lambda: next(stopped)) == 0
+    assert agent._watch(exited(143, 143), lambda: next(stopped)) == 143
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, None), 143), ((None, None), 143)])
+def test_an_agent_that_gets_a_signal_is_done_if_all_its_ranks_are(
+    codes: tuple[int | None, ...], code: int
+) -> None:
+    assert agent._watch(exited(*codes), lambda: True) == code
 
 
 def test_ranks_end_when_their_agent_is_killed(ranks: tuple) -> None:
@@ -133,10 +144,10 @@ def test_ranks_end_when_their_agent_is_killed(ranks: tuple) -> None:
     eventually(lambda: not any(map(exists, pids)))
 
 
-def test_sigterm_ends_the_agent_and_its_ranks_with_code_zero(ranks: tuple) -> None:
+def test_sigterm_ends_the_agent_and_its_ranks_and_they_are_not_done(ranks: tuple) -> None:
     process, pids = ranks
     process.terminate()
-    assert process.wait(LIMIT) == 0
+    assert process.wait(LIMIT) == 143
     assert not any(map(exists, pids))
 
 

@@ -12,7 +12,7 @@ import pytest
 from waiting import LIMIT, eventually, exists
 
 from prime_rl.rundir.machine import free_ports
-from prime_rl_app.children import end, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
+from prime_rl_app.children import Child, end, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -110,6 +110,15 @@ def test_end_may_be_called_twice_or_without_children(spawn):
     end([])
 
 
+def test_of_a_long_log_only_the_end_is_read(tmp_path):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(8 << 30)  # no memory holds it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nfirst\nsecond \xff\n")
+    assert Child("trainer", None, log).last_lines(2) == ["first", "second \ufffd"]
+
+
 # -- dying with the parent --------------------------------------------------------------------
 
 
@@ -138,7 +147,7 @@ def test_a_child_whose_parent_has_already_died_exits_at_once(tmp_path):
     code = "from prime_rl.rundir.processes import exit_with_parent; exit_with_parent(); print('on')"
     env = {**os.environ, "PRIME_RL_PARENT_PID": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout) == (143, "")
 
 
 # -- watching -------------------------------------------------------------------------------

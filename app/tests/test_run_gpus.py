@@ -1,6 +1,8 @@
 """The GPUs of each process, on machines that a script named nvidia-smi simulates."""
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from waiting import LIMIT
@@ -9,6 +11,7 @@ from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl.rundir.machine import visible_gpus
+from prime_rl_app import gpus
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.config import load_config
 from prime_rl_app.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks
@@ -59,6 +62,15 @@ def refused(launcher, **tables):
 
 def test_gpus_are_those_that_nvidia_smi_counts(machine):
     assert (machine(4).num_gpus(), visible_gpus()) == (4, ["0", "1", "2", "3"])
+
+
+def test_silence_of_the_driver_does_not_mean_that_there_is_no_gpu(machine, monkeypatch):
+    launcher = machine(2)
+    (script,) = (Path(folder) / "nvidia-smi" for folder in [os.environ["PATH"]])
+    script.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    monkeypatch.setattr(gpus, "ASK_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=r"nvidia-smi has not answered for 0\.1 s"):
+        launcher.num_gpus()
 
 
 def test_a_machine_without_the_driver_has_none(machine, monkeypatch, tmp_path):

@@ -120,6 +120,39 @@ def test_a_stopped_process_and_a_silent_loop_are_found_and_named(spawn, tmp_path
     )
 
 
+def test_a_silent_process_that_reads_a_large_model_is_not_taken_for_dead(spawn, tmp_path):
+    """One call reads it: nothing beats meanwhile."""
+    clock, model = Clock(), tmp_path / "model"
+    (tmp_path / "status").mkdir()
+    Status(tmp_path / "status" / "trainer.json").report("loading weights")
+    model.write_bytes(bytes(80 << 20))
+    order = tmp_path / "order"
+    code = (
+        "import time, pathlib\n"
+        f"model, order = pathlib.Path({str(model)!r}), pathlib.Path({str(order)!r})\n"
+        "while True:\n"
+        "    if order.exists():\n"
+        "        model.read_bytes()\n"
+        "        order.unlink()\n"
+        "    time.sleep(0.01)\n"
+    )
+    trainer = spawn(code, "trainer")
+    liveness = Liveness(tmp_path, RecoveryConfig(hang_timeout=30), clock.monotonic)
+
+    def look():
+        clock.sleep(1)
+        return liveness.look([trainer])
+
+    for _ in range(6):
+        for _ in range(20):
+            assert look() is None
+        order.touch()
+        eventually(lambda: not order.exists())
+    while (found := look()) is None:
+        assert clock.now < 1000 + 600
+    assert found[1].startswith("has given no sign of life for 30 s")
+
+
 def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_path):
     """Else trainer and orchestrator wait for each other for ever, and both give signs of life."""
     clock, trainer = Clock(), spawn(FOREVER, "trainer")
@@ -127,11 +160,11 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     engines = Status(tmp_path / "status" / "engines.json")
     engines.report("2 of 2 serve", inference="version 4", inference_1="version 3")
     status = Status(tmp_path / "status" / "trainer.json")
-    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0)  # step 5 is trained
+    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0, announced=5.0)
     version = tmp_path / "broadcasts" / "step_5"
     version.mkdir(parents=True)
     (version / "STABLE").touch()
-    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+    liveness = Liveness(tmp_path, RecoveryConfig(lost_timeout=10), clock.monotonic)
 
     def look(seconds):
         for _ in range(seconds):
@@ -146,15 +179,39 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     assert look(8) is None
     engines.report("2 of 2 serve", inference="version 5", inference_1="version 4")
     assert look(30) is None  # loaded: the version is needed no longer
-    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0)
+    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0, announced=6.0)
     process, why = look(30)
     assert process is trainer
     assert why == (
-        "waits for the next batch, and its weights of step 6 are gone before an engine has loaded "
-        f"them: {tmp_path / 'broadcasts' / 'step_6'}"
+        "waits for the next batch, and the weights of step 6 that it announced are gone for 10 s "
+        "(recovery.lost_timeout) before an engine has loaded them: "
+        f"{tmp_path / 'broadcasts' / 'step_6'}"
     )
     status.report("training", step=7.0)
     assert look(30) is None
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        # The version of the step before is being written, or will be.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": 4.0},
+        {"state": "writing weights version 5", "waiting_for": "disk", "announced": 4.0},
+        # Resumed after step 5: an engine that was kept loads the checkpoint's weights.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": -1.0},
+        # Nothing says what it has announced.
+        {"state": "waiting", "waiting_for": "orchestrator (batch 6)"},
+    ],
+)
+def test_weights_that_were_not_announced_are_not_gone(spawn, tmp_path, waits):
+    clock, trainer = Clock(), spawn(FOREVER, "trainer")
+    (tmp_path / "status").mkdir()
+    Status(tmp_path / "status" / "engines.json").report("1 of 1 serve", inference="version 4")
+    Status(tmp_path / "status" / "trainer.json").report(**waits, step=6.0)
+    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+    for _ in range(1500):
+        clock.sleep(1)
+        assert liveness.look([trainer]) is None
 
 
 def stopped(pid):

@@ -1,13 +1,17 @@
 """The supervisor: which deaths end a run, the error, a stop, and the clean-up."""
 
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
 import pytest
+from waiting import Clock
 
 from prime_rl import RunError
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ProcessFailed
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt
@@ -82,10 +86,33 @@ def test_an_engine_that_exits_with_code_0_ends_the_run(spawn, view):
         _watch(children, view)
 
 
-@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
-def test_a_lost_status_file_makes_no_failure_of_a_success(spawn, view, name):
+@pytest.mark.parametrize("name", ["model", "trainer", "orchestrator"])
+def test_a_process_that_ends_without_a_status_is_not_done(spawn, view, name):
+    """A signal or ``sys.exit()`` of a plugin may end it before its first status."""
     (view.run_dir / "status" / f"{name}.json").unlink()
-    _watch([spawn("pass", each) for each in ("trainer", "orchestrator")], view)
+    names = ("model", "inference", "trainer", "orchestrator")
+    children = [spawn("pass" if each == name else FOREVER, each) for each in names]
+    with pytest.raises(ProcessFailed, match=f"^{name} exited with code 0 before it was done"):
+        _watch(children, view)
+
+
+def test_another_node_of_the_trainer_has_no_status_and_may_be_done(spawn, view):
+    _watch([spawn("pass", each) for each in ("trainer", "trainer_1", "orchestrator")], view)
+
+
+def test_a_status_comes_back_when_its_folder_is_removed(view):
+    folder = view.run_dir / "status"
+    shutil.rmtree(folder)
+    Status(folder / "trainer.json").report(DONE)
+    assert read_status(folder / "trainer.json").state == DONE
+
+
+@pytest.mark.parametrize("code", [143, -signal.SIGTERM])
+def test_a_process_that_a_signal_ended_is_named_with_the_signal(spawn, view, code):
+    ends = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)" if code < 0 else "exit(143)"
+    children = [spawn(ends, "trainer"), spawn(FOREVER, "orchestrator")]
+    with pytest.raises(ProcessFailed, match=r"^trainer was ended by SIGTERM\. The end of its log"):
+        _watch(children, view)
 
 
 @pytest.mark.parametrize("name", ["trainer", "orchestrator"])
@@ -106,6 +133,33 @@ def test_a_trainer_that_never_ends_is_named(spawn, view, monkeypatch):
     ]
     with pytest.raises(RunError, match="the trainer is still busy 0 s after the last step"):
         _watch(children, view)
+
+
+def test_a_trainer_that_gives_signs_of_life_after_the_last_step_is_waited_for(
+    spawn, view, monkeypatch
+):
+    """It writes a large model: each beat starts the time again. Its tenth ends it here."""
+    clock, beats = Clock(), []
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 10.0)
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 6.0)
+    path = view.run_dir / "status" / "trainer.json"
+    enough = view.run_dir / "enough"
+
+    def refresh():
+        beats.append(None)
+        os.utime(path, ns=(0, len(beats) * 10**9))
+        if len(beats) == 10:
+            enough.touch()
+        if len(beats) > 10:
+            children[1].process.wait()
+
+    view.refresh = refresh
+    until = f"import os, time\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.02)"
+    children = [spawn("pass", "orchestrator"), spawn(until, "trainer")]
+    children[0].process.wait()
+    _watch(children, view)
+    assert len(beats) >= 10
 
 
 def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):

@@ -27,15 +27,18 @@ from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID, STORE
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 
 TICK_SECONDS = 0.1
-LINGER_SECONDS = 60.0
-"""How long some ranks may go on when others are done: all end with the same collective."""
+LINGER_SECONDS = 600.0
+"""How long some ranks may go on when others are done: all end with the same collective, and then
+only free their memory and close their files."""
 GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL."""
 MODULE = "prime_rl.trainer"
+ENDED = 128 + signal.SIGTERM
+"""Exit code of an agent that was asked to end before its ranks were done."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks and wait for them; 0 if all are done."""
+    """Start the ranks and wait for them; 0 if all are done, and only then."""
     parser = argparse.ArgumentParser(prog="prime_rl_app.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--ranks", type=int, required=True, help="of all machines together")
@@ -106,7 +109,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stopped: Callable[[], bool]
         codes = [process.poll() for process in ranks]
         if any(codes):
             time.sleep(TICK_SECONDS)  # ranks that fail because of it may have exited before it
-            return 0 if stopped() else _report([process.poll() for process in ranks])
+            return ENDED if stopped() else _report([process.poll() for process in ranks])
         if all(code == 0 for code in codes):
             return 0
         if 0 in codes:
@@ -116,7 +119,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stopped: Callable[[], bool]
                 print(f"trainer rank {done} is done, and rank {left} does not end", file=sys.stderr)
                 return 1
         time.sleep(TICK_SECONDS)
-    return 0
+    return 0 if all(process.poll() == 0 for process in ranks) else ENDED
 
 
 def _report(codes: Sequence[int | None]) -> int:

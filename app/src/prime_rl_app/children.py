@@ -89,7 +89,10 @@ def start(
 
 
 def ending(code: int) -> str:
-    """How a process has ended, by its exit code."""
+    """How a process has ended, by its exit code. One that ends itself after a signal exits with 128
+    and the number of the signal."""
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        code = 128 - code
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

@@ -24,8 +24,8 @@ from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.status import ENGINES
-from prime_rl.weights.versions import STABLE as ANNOUNCED
+from prime_rl.rundir.status import ENGINES, last_beat
+from prime_rl.weights.versions import newest_version
 from prime_rl_app.children import Child
 from prime_rl_app.logs import LogLimit
 from prime_rl_app.restarts import SERVES, Restarts
@@ -37,8 +37,9 @@ LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
 LONGEST_WAIT = 60.0
 LOOK_SECONDS = 1.0
-LOST_SECONDS = 10.0
-"""Weights that were announced are not there for so long."""
+MOVED_MIB = 64
+"""What a process has read or written meanwhile is a sign of life: it loads or saves a model, in one
+call that cannot beat. Heartbeats of sockets and lines of a log are much less."""
 MOST_SECONDS = 5.0
 """What one look may add: the supervisor itself may have been stopped."""
 
@@ -107,9 +108,26 @@ def last_trained(run_dir: Path) -> int:
         return 0
 
 
+def _bytes_moved(process: Process) -> int:
+    """Bytes that a process on this machine, or the trainer's ranks, have read and written; 0 if
+    unknown."""
+    total = 0
+    if isinstance(process, Child):
+        with suppress(psutil.Error, AttributeError):  # macOS counts none
+            parent = psutil.Process(process.process.pid)
+            ranks = parent.children() if process.name.startswith("trainer") else []
+            for each in (parent, *ranks):
+                count = each.io_counters()
+                # The first two count calls, the others what the disk did: pages of mapped files.
+                total += count.read_chars + count.write_chars
+                total += count.read_bytes + count.write_bytes
+    return total
+
+
 class Liveness:
-    """Finds processes that run and do nothing: stopped ones on this machine, and those whose loop
-    gives no sign of life (``Status.beat``). Time counts only while we look."""
+    """Finds processes that run and do nothing: stopped ones on this machine, and those that give no
+    sign of life: their loop does not (``Status.beat``), and they read and write nothing. Time
+    counts only while we look."""
 
     def __init__(
         self, run_dir: Path, config: RecoveryConfig, clock: Callable[[], float] = time.monotonic
@@ -117,7 +135,9 @@ class Liveness:
         self._run_dir, self._config, self._clock = run_dir, config, clock
         self._looked = clock()
         self._stopped: dict[int, float] = {}
-        self._silent: dict[str, tuple[int, float]] = {}
+        self._silent: dict[str, tuple[int, int, float]] = {}
+        """Of each process: its last beat, the bytes it had moved when they last were a sign of
+        life, and the seconds since the last sign."""
         self._lost = 0.0
 
     def look(self, processes: Sequence[Process]) -> tuple[Process, str] | None:
@@ -152,34 +172,55 @@ class Liveness:
         return ""
 
     def _waits_in_vain(self, process: Process, passed: float) -> str:
-        """Trainer and orchestrator wait for each other if new weights vanish before they load."""
+        """Trainer and orchestrator wait for each other if weights vanish before an engine loads
+        them. Only weights that this trainer has announced can vanish: those that are absent and
+        were not announced are being written."""
         if process.name != "trainer":
             return ""
-        trainer, engines = (
-            read_status(self._run_dir / "status" / f"{name}.json") for name in ("trainer", ENGINES)
+        version = self._unread_version()
+        broadcasts = self._run_dir / "broadcasts"
+        newest = newest_version(broadcasts)
+        is_lost = version is not None and (newest is None or newest < version)
+        self._lost = self._lost + passed if is_lost else 0.0
+        if self._lost <= self._config.lost_timeout:
+            return ""
+        limit = f"for {self._config.lost_timeout:g} s (recovery.lost_timeout)"
+        return (
+            f"waits for the next batch, and the weights of step {version} that it announced are "
+            f"gone {limit} before an engine has loaded them: {broadcasts / f'step_{version}'}"
         )
-        states = [] if engines is None else map(str, engines.detail.values())
-        served = [int(s) for state in states if (s := state.removeprefix(SERVES)).isdecimal()]
-        waits = trainer is not None and str(trainer.waiting_for).startswith("orchestrator")
-        step = int(trainer.detail.get("step", 0)) - 1 if trainer is not None and waits else 0
-        mark = self._run_dir / "broadcasts" / f"step_{step}" / ANNOUNCED
-        lost = bool(served) and max(served) < step and not mark.exists()
-        self._lost = self._lost + passed if lost else 0.0
-        what = f"waits for the next batch, and its weights of step {step} are gone before an engine"
-        return f"{what} has loaded them: {mark.parent}" if self._lost > LOST_SECONDS else ""
+
+    def _unread_version(self) -> int | None:
+        """The version that the trainer has announced and no engine has loaded, while the trainer
+        waits for a batch; None if there is none, or if nothing says so."""
+        trainer = read_status(self._run_dir / "status" / "trainer.json")
+        engines = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        if trainer is None or engines is None:
+            return None
+        if not str(trainer.waiting_for).startswith("orchestrator"):
+            return None
+        versions = [str(state).removeprefix(SERVES) for state in engines.detail.values()]
+        served = [int(version) for version in versions if version.isdecimal()]
+        announced = int(trainer.detail.get("announced", -1))
+        return announced if served and max(served) < announced else None
 
     def _is_silent(self, process: Process, passed: float) -> str:
         """Engines are watched by the orchestrator."""
         if process.name not in ("orchestrator", "trainer"):
             return ""
         path = self._run_dir / "status" / f"{process.name}.json"
-        try:
-            beat = path.stat().st_mtime_ns
-        except OSError:
+        beat = last_beat(path)
+        if beat is None:
             return ""
-        before, silent = self._silent.get(process.name, (beat, 0.0))
-        self._silent[process.name] = beat, 0.0 if beat != before else silent + passed
-        if self._silent[process.name][1] <= self._config.hang_timeout:
+        before, num_bytes, silent = self._silent.get(process.name, (beat, 0, 0.0))
+        silent = silent + passed if beat == before else 0.0
+        if silent > self._config.hang_timeout / 2:  # not at each look: it walks /proc
+            moved = _bytes_moved(process)
+            if moved - num_bytes >= MOVED_MIB << 20:
+                num_bytes = moved
+                silent = 0.0
+        self._silent[process.name] = beat, num_bytes, silent
+        if silent <= self._config.hang_timeout:
             return ""
         report = read_status(path)
         does = "" if report is None else f": {report.state}, waiting for {report.waiting_for}"

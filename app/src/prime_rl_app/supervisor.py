@@ -33,7 +33,7 @@ from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, RANK_GONE, Status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, last_beat
 from prime_rl_app import children
 from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl_app.commands import PYTHON, Commands, Keys
@@ -45,7 +45,7 @@ from prime_rl_app.resume import newest, rewind
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
-"""Seconds the trainer may take to write the final weights after the orchestrator is done."""
+"""Seconds without a sign of life of the trainer, after the orchestrator is done."""
 GUARD = "guard"
 """Name of the process that ends what outlives us."""
 
@@ -108,7 +108,8 @@ class Attempts:
         """Start at once all processes that do not run: they import in parallel and then wait for
         each other. What the launcher waits for is printed, and written to its status."""
         config, launcher, run_dir = self._config, self._launcher, self._run_dir
-        for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # of the one before
+        reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
+        for left in (STOP, *reports):  # of the attempt before: they say that it was done
             (run_dir / left).unlink(missing_ok=True)
         engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
         layout = lay_out(config, launcher, engine, checkpoint, self.engines)
@@ -194,7 +195,8 @@ def _watch(
     and no trainer if no step was trained."""
     orchestrator = next(each for each in processes if each.name == "orchestrator")
     awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
-    deadline: float | None = None
+    beat: int | None = None
+    deadline = 0.0
     while any(each.exit_code is None for each in awaited):
         stopping = stop is not None and stop.is_asked
         if found := look(processes):
@@ -210,9 +212,13 @@ def _watch(
         if orchestrator.exit_code == 0:
             if stop is not None and (stopped := stop.result) and not stopped.trained:
                 return
-            deadline = deadline or time.monotonic() + TRAINER_GRACE
+            newest = last_beat(view.run_dir / "status" / "trainer.json")
+            if newest != beat or not deadline:
+                beat = newest
+                deadline = time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
                 why = f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
+                why += ", and has given no sign of life since"
                 raise ProcessFailed(why, "trainer", why)
         view.refresh()
         time.sleep(TICK_SECONDS)
@@ -228,12 +234,17 @@ def _is_of(part: str, process: Process) -> bool:
 def _check_alive(process: Process, run_dir: Path) -> None:
     """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
     code = process.exit_code
-    # Its status may be lost, but must not say that it did something else. An engine is never done.
-    report = read_status(run_dir / "status" / f"{process.name}.json") if code == 0 else None
-    done = not _is_of("inference", process) and (report is None or report.state == DONE)
-    if code is None or (code == 0 and done):
+    if code is None:
         return
-    how = ending(code) + (" before it was done" if code == 0 else "")
+    how = ending(code)
+    if code == 0:
+        report = read_status(run_dir / "status" / f"{process.name}.json")
+        # The trainer's other nodes have no status: the first reports for all of them.
+        speaks = process.name in ("model", "trainer", "orchestrator")
+        is_done = report.state == DONE if report is not None else not speaks
+        if is_done and not _is_of("inference", process):  # an engine is never done
+            return
+        how += " before it was done"
     raise _failed(process, run_dir, how)
 
 

@@ -116,7 +116,10 @@ def members(cls: type) -> Iterator[str]:
         own = name == "__init__" and not is_dataclass(cls) and not is_protocol(cls)
         if name in default or (name.startswith("_") and not own and name != "__call__"):
             continue
-        if isinstance(found, property):
+        if isinstance(found, classmethod | staticmethod):
+            kind = type(found).__name__
+            yield f"{name} ({kind}){signature(found.__func__)}"
+        elif isinstance(found, property):
             yield f"{name} (property){signature(found.fget)}"
         elif inspect.isroutine(found):
             yield f"{name}{signature(found)}{async_mark(found)}"

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -18,7 +19,7 @@ from prime_rl.inference import engine as engine_module
 from prime_rl.inference import fleet as fleet_module
 from prime_rl.inference import pool as pool_module
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineFailed
+from prime_rl.inference.client import EngineFailed, EngineSilent
 from prime_rl.inference.engine import EngineState
 from prime_rl.inference.pool import GivenUp
 from prime_rl.weights.versions import Weights
@@ -404,6 +405,22 @@ async def test_an_engine_that_answers_nothing_for_long_hangs_until_it_answers(im
         assert (EngineState.STARTING, 1) in seen and seen[-1] == (EngineState.SERVING, 1)
         engine.mute = True
         await until(passing(clock, lambda: held.hangs == 2))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_silent_engine_keeps_its_requests_where_no_other_could_take_them(clock, alone):
+    """It compiles, or a long call keeps its loop: after ``hang_timeout`` it is restarted."""
+    engine = engine_module.Engine(0, SimpleNamespace(asleep=False, url="u"))
+    engine.state = EngineState.SERVING
+    engine.heard_at = engine.ready_at = clock.now
+    silent = EngineSilent("engine u did not answer /health within 10 s")
+    clock.now += timing.PATIENCE_SECONDS + 1
+    after = EngineState.SERVING if alone else EngineState.AWAY
+    assert engine.after(silent, hang_timeout=300, alone=alone) is after
+    assert engine.after(EngineFailed("503"), 300, alone=alone) is EngineState.AWAY
+    clock.now += 600
+    engine.state, engine.heard_at = EngineState.SERVING, clock.now - 301
+    assert engine.after(silent, hang_timeout=300, alone=alone) is EngineState.HUNG
 
 
 async def test_a_restarted_engine_does_not_hang_before_it_has_served(impatient, clock):

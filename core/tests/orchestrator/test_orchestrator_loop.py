@@ -478,15 +478,19 @@ async def test_the_watchdog_ends_a_run_in_which_nothing_moves(
     )
 
 
-@pytest.mark.parametrize("busy", ["scoring", "evaluating", "sampling"])
+@pytest.mark.parametrize("busy", ["scoring", "evaluating", "sampling", "loading", "training"])
 async def test_the_watchdog_waits_while_work_is_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
 ) -> None:
     world = World(tmp_path)
     world.sampling.is_scoring = busy == "scoring"
     world.engines.policy.evaluated = 0.5 if busy == "evaluating" else None
+    world.engines.policy.is_loading = busy == "loading"
     if busy == "sampling":
         monkeypatch.setattr(Dispatcher, "num_inflight", 1)
+    if busy == "training":  # a step may take longer than orchestrator.weights_timeout
+        trainer = Status(tmp_path / "status" / "trainer.json")
+        trainer.report("training", step=4.0)
     await watched(world, monkeypatch)
 
 

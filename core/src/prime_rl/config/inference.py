@@ -71,8 +71,9 @@ class InferenceConfig(Settings):
     ``.venv-vllm/bin/python``. None: the run's own."""
     max_model_len: PositiveInt | None = None
     """Prompt and completion together, in tokens. None: ``seq_len``."""
-    ready_timeout: PositiveFloat = 600.0
-    """Seconds to wait for an engine: at the start, and whenever none is left."""
+    ready_timeout: PositiveFloat = 1800.0
+    """Seconds to wait for an engine: at the start, and whenever none is left. It may load a large
+    model and compile; one whose process ends is noticed at once."""
 
     @model_validator(mode="after")
     def _starts_them_or_not(self) -> InferenceConfig:

@@ -217,8 +217,11 @@ class RendererConfig(PluginTable):
 class WorkersConfig(Settings):
     """``[orchestrator.workers]``: limits of environment workers."""
 
-    hang_timeout: PositiveFloat = 60.0
-    """Seconds for which a worker's event loop may not answer, before the worker is replaced."""
+    hang_timeout: PositiveFloat = 300.0
+    """Seconds for which a worker's event loop may not answer, before the worker is replaced: longer
+    than a call that blocks it, such as a score that does not await."""
+    start_timeout: PositiveFloat = 1800.0
+    """Seconds for which a worker may load its environment. One that ends is replaced at once."""
     max_memory: PositiveFloat | None = None
     """GiB that a worker may have. None: half of the machine's, over the env's workers."""
     pass_env: tuple[str, ...] = ()
@@ -264,7 +267,8 @@ class OrchestratorConfig(Settings):
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
     weights_timeout: PositiveFloat = 1200.0
-    """Seconds to wait for new weights before the run fails."""
+    """Seconds to wait for new weights before the run fails. They count while nothing is sampled,
+    scored, evaluated or loaded into an engine, and the trainer only waits for a batch."""
 
     @model_validator(mode="after")
     def _one_sampler(self) -> OrchestratorConfig:

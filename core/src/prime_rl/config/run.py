@@ -134,10 +134,12 @@ class RecoveryConfig(Settings):
     max_restarts: NonNegativeInt = 5
     """Restarts in a row without a new step. The same error twice at a step ends the run too."""
     hang_timeout: PositiveFloat = 1800.0
-    """Seconds that orchestrator or trainer may give no sign of life: longer than one row, and than
-    reading or writing the model, takes."""
+    """Seconds that orchestrator or trainer may give no sign of life: longer than one row takes,
+    compiling included. Reading and writing files is a sign of life."""
     stopped_timeout: PositiveFloat = 60.0
     """Seconds that a process on this machine may be stopped (SIGSTOP)."""
+    lost_timeout: PositiveFloat = 60.0
+    """Seconds that weights may be gone which the trainer has announced and no engine has loaded."""
 
 
 class StopConfig(Settings):

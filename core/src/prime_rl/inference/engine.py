@@ -12,7 +12,7 @@
     STARTING, AWAY        it answers while the fleet sleeps: it is put to sleep  ASLEEP
     SERVING               the fleet is put to sleep                              ASLEEP
     ASLEEP                new weights are loaded                                 SERVING
-    SERVING               no good answer for 30 s                                AWAY
+    SERVING               no good answer for 30 s; silent and alone: no change   AWAY
     SERVING, ASLEEP       another version; an update failed, or is late          AWAY
     SERVING, AWAY         silent for ``hang_timeout``, or through an update      HUNG
     HUNG                  it answers                                             STARTING
@@ -119,8 +119,8 @@ class Engine:
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
 
-    def after(self, problem: Exception, hang_timeout: float) -> EngineState:
-        """The state after a look that failed."""
+    def after(self, problem: Exception, hang_timeout: float, alone: bool = False) -> EngineState:
+        """The state after a look that failed. ``alone``: no other engine serves."""
         now, silent = time.monotonic(), isinstance(problem, EngineSilent)
         if not silent:
             self.heard_at = now
@@ -133,8 +133,10 @@ class Engine:
             return EngineState.HUNG
         if self.state is EngineState.HUNG:
             return EngineState.HUNG if silent else EngineState.STARTING
-        # An engine that loads weights may be too busy to answer; the update has its own limits.
-        patient = self.loading.locked() or now - self.ready_at <= timing.PATIENCE_SECONDS
+        # An engine that loads weights may be too busy to answer; the update has its own limits. The
+        # requests of a silent one would be lost and could go nowhere else if it is alone.
+        busy = self.loading.locked() or (silent and alone)
+        patient = busy or now - self.ready_at <= timing.PATIENCE_SECONDS
         return self.state if patient else EngineState.AWAY
 
     def leave(self, state: EngineState) -> None:

@@ -236,7 +236,8 @@ class EnginePool:
                 health = await engine.client.look(self._model)
             except EngineError as problem:
                 engine.looked_at = time.monotonic()
-                state = engine.after(problem, self._hang_timeout)
+                others = [each for each in self.serving if each is not engine]
+                state = engine.after(problem, self._hang_timeout, alone=not others)
                 if state is not engine.state or not engine.in_service:
                     self._lose(engine, problem, state)
                 return None

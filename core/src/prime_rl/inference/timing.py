@@ -10,8 +10,9 @@ HEALTH_SECONDS = 10.0
 """For ``GET /health``, which an engine answers whatever it does."""
 READ_SECONDS = 300.0
 """For ``/pause`` and ``/resume``: the engine may finish a long step first."""
-UPDATE_SECONDS = 720.0
-"""For ``/update_weights``: a large model from a slow file system."""
+UPDATE_SECONDS = 3600.0
+"""For ``/update_weights``: a large model from a slow file system. An engine that also answers no
+``/health`` meanwhile is found hung after ``inference.hang_timeout``, long before."""
 CLEAN_UP_SECONDS = 30.0
 """For all attempts to resume an engine after a failed update: the failure waits to be reported."""
 GONE_CLEAN_UP_SECONDS = 1.0
@@ -25,7 +26,8 @@ WAIT_READY_SECONDS = 0.05
 """Between two checks whether all engines have started."""
 PATIENCE_SECONDS = 30.0
 """Until an engine that takes connections and gives no good answer stops serving: it may be busy,
-and its requests are lost then. An engine that takes none stops at once."""
+and its requests are lost then. One that is silent has ``inference.hang_timeout`` if no other engine
+serves, which could take its requests. An engine that takes no connections stops at once."""
 REJOIN_SECONDS = 5.0
 """Between two attempts to bring an engine up to date: each one loads weights."""
 START_GRACE = 30.0

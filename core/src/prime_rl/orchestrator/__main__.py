@@ -34,6 +34,8 @@ from prime_rl.wire.transport import make_sender
 log = logging.getLogger("prime_rl")
 
 FAILED = "failed"
+ENDED = 128 + signal.SIGTERM
+"""Exit code after a SIGTERM that came before the run was done."""
 
 TEARDOWN_SECONDS = 20.0
 """How long closing may take once the run is over."""
@@ -64,7 +66,8 @@ def _exit(code: int) -> NoReturn:
 
 
 async def _supervised(run_dir: Path, config: RunConfig) -> int:
-    """The exit code. SIGTERM cancels the run, so that everything is closed in order."""
+    """The exit code. SIGTERM cancels the run, so that everything is closed in order. A run that is
+    cancelled before it is done has not succeeded."""
     status = Status(run_dir / "status" / "orchestrator.json")
     task = asyncio.ensure_future(_run(run_dir, config, status))
     loop = asyncio.get_running_loop()
@@ -80,8 +83,10 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
     try:
         await task
     except asyncio.CancelledError:
-        if terminated.is_set() or status.last.state == DONE:  # a stop before the first step
+        if status.last.state == DONE:  # a stop before the first step
             return 0
+        if terminated.is_set():
+            return ENDED
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1

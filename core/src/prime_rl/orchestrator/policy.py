@@ -15,7 +15,7 @@ import msgspec
 from prime_rl.errors import EngineError, EngineGone, RunError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.observer import Observer
-from prime_rl.rundir.status import Tail
+from prime_rl.rundir.status import Tail, trainer_works
 from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class Policy:
         self.evaluated: float | None = None
         """Progress of an evaluation of this version, 0 to 1; None: none is running. Written by the
         observer that evaluates."""
+        self.is_loading = False
+        """Engines load another version now."""
         self._changed = asyncio.Condition()
 
     async def advance(self, version: int) -> None:
@@ -82,11 +84,13 @@ class WeightWatcher:
     async def drain(self, version: int, within: float) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
         files. No engine loads it, so a version in memory is requested as files. Raises ``RunError``
-        if none comes for ``within`` seconds."""
+        if none comes for ``within`` seconds in which the trainer does nothing."""
         newest, deadline = -1, time.monotonic() + within
         while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
             if held:
                 want_files(self._broadcasts)
+            if trainer_works(self._broadcasts.parent):
+                deadline = time.monotonic() + within
             if time.monotonic() > deadline:
                 lacks = f"the weights of step {version}, the last, are not in {self._broadcasts}"
                 raise RunError(f"{lacks} after {within:g} s (orchestrator.weights_timeout)")
@@ -111,9 +115,13 @@ class WeightWatcher:
         self._read_steps()
         for observer in self._observers:
             await observer.version_pending(version)
-        self._update_seconds = await self._fleet.update_weights(
-            self._broadcasts / f"step_{version}", version
-        )
+        self.policy.is_loading = True
+        try:
+            self._update_seconds = await self._fleet.update_weights(
+                self._broadcasts / f"step_{version}", version
+            )
+        finally:
+            self.policy.is_loading = False
         self._num_updates += 1
         await self.policy.advance(version)
         for observer in self._observers:

@@ -8,6 +8,7 @@ All places come first, because every process gets the addresses of the others.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.base import Offer
+
+MOST_READ = 1 << 16
+"""Bytes at the end of a log that ``Process.last_lines`` reads."""
 
 Part: TypeAlias = Literal["model", "inference", "trainer", "orchestrator"]
 """What a process is for."""
@@ -82,7 +86,11 @@ class Process(ABC):
         """The end of its log."""
         if self.log is None or not self.log.exists():
             return []
-        return self.log.read_text(errors="replace").splitlines()[-count:]
+        with self.log.open("rb") as file:  # a log may be long
+            start = max(0, file.seek(0, os.SEEK_END) - MOST_READ)
+            file.seek(start)
+            end = file.read()
+        return end.decode(errors="replace").splitlines()[-count:]
 
 
 class Launcher(Offer):

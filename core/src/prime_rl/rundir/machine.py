@@ -11,9 +11,11 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
+from prime_rl.errors import ConfigError
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
-ASK_SECONDS = 30.0
+ASK_SECONDS = 120.0
 
 FIRST_PORT = 20000
 """Lowest port that a run chooses, above the ports of well-known services."""
@@ -37,6 +39,11 @@ def _counted(path: str) -> tuple[str, ...]:
     """Cached for each search path, because the driver takes a second to answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
+    except subprocess.TimeoutExpired as error:  # silence does not mean that there is none
+        raise ConfigError(
+            f"nvidia-smi has not answered for {ASK_SECONDS:g} s, so the GPUs are unknown. Start "
+            "again when it answers, or name the GPUs in CUDA_VISIBLE_DEVICES (empty: none)."
+        ) from error
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in done.stdout.splitlines() if line.strip().isdecimal())

@@ -28,7 +28,7 @@ def exit_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     expected = os.environ.get(PARENT_PID)
     if expected and os.getppid() != int(expected):  # the parent died before the call above
-        sys.exit(0)
+        sys.exit(128 + signal.SIGTERM)
 
 
 def raise_file_limit() -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.status import StatusReport
+from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.attempts import check_current
 
 DONE = "done"
@@ -55,6 +55,7 @@ class Status:
         self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
         if self.path is not None:
             with suppress(OSError, RunError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
                 replace_text(self.path, json.dumps(asdict(self.last)))
 
     def beat(self) -> None:
@@ -82,6 +83,24 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def last_beat(path: Path) -> int | None:
+    """When a status was last written or touched (``Status.beat``); None: there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def trainer_works(run_dir: Path) -> bool:
+    """Whether the trainer does something, by its own status: trains, loads, writes. Then its limit
+    is ``recovery.hang_timeout``, and no other. One that waits for a batch, or for engines to take
+    its weights, does not."""
+    report = read_status(run_dir / "status" / "trainer.json")
+    if report is None or report.state == DONE:
+        return False
+    return not str(report.waiting_for).startswith(("orchestrator", "engines"))
 
 
 class Tail:

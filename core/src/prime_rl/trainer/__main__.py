@@ -1,7 +1,8 @@
 """``python -m prime_rl.trainer RUN_DIR``: the trainer process.
 
 Reads ``<run>/configs/run.json`` and ``<run>/configs/launch.json``; logs to stderr; writes what it
-does to ``<run>/status/trainer.json``. Ends with code 0 within a second of SIGTERM.
+does to ``<run>/status/trainer.json``. Ends with code 143 within a second of SIGTERM: code 0 is only
+for a trainer that has done everything.
 
 Several ranks are started by ``agent.py``, which sets their numbers in the environment. Rank 0 logs
 and reports for all; the others log, after their number, only what is their own. A rank that fails,
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
         os.environ.pop(PARENT_PID, None)
     exit_with_parent()
     rank = Rank.of_process()
-    exit_on_signal(0 if rank.size == 1 else ENDED)
+    exit_on_signal(at_once=rank.size > 1)
     run_dir = Path(arguments[0])
     status = Status(run_dir / "status" / "trainer.json")
     try:
@@ -201,8 +202,8 @@ def set_up_logging(level: str, rank: Rank) -> None:
             handler.addFilter(lambda record: not record.name.startswith(f"{logger.name}."))
 
 
-def exit_on_signal(code: int = 0) -> None:
-    """End with ``code`` on SIGTERM and SIGINT.
+def exit_on_signal(at_once: bool = False) -> None:
+    """End with the code ``ENDED`` on SIGTERM and SIGINT. ``at_once``: without any clean-up.
 
     Python runs signal handlers between byte codes of the main thread, which one backward pass can
     keep busy for long. So a second thread receives the signal too, and ends the process if the main
@@ -212,14 +213,14 @@ def exit_on_signal(code: int = 0) -> None:
     wakeup, sender = socket.socketpair()
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(code) if code else sys.exit(0))
+        signal.signal(number, lambda *_: os._exit(ENDED) if at_once else sys.exit(ENDED))
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open
         while wakeup.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
         time.sleep(GRACE_SECONDS)
-        os._exit(code)
+        os._exit(ENDED)
 
     threading.Thread(target=insist, args=(sender,), daemon=True).start()
 

@@ -56,8 +56,9 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED = ".published"
 """The folder of an unfinished checkpoint that keeps the weights until they are laid out."""
-RESCUE_SECONDS = 60.0
-"""How long a trainer that fails waits for a checkpoint that is being written."""
+RESCUE_SECONDS = 1800.0
+"""How long a trainer that fails waits for a checkpoint that is being written: a large one on a slow
+disk is worth it, and the thread that writes it ends by itself if the disk refuses."""
 
 FAILED = (Exception, CheckpointException)
 """What torch.distributed.checkpoint raises: the second is not an ``Exception``."""

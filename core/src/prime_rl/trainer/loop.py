@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -182,13 +182,12 @@ def train(
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
-        micro_batches = wait_for_batch(
-            receiver, step, status, broadcaster.all_have, trainer.observers
-        )
+        micro_batches = wait_for_batch(receiver, step, status, broadcaster, trainer.observers)
         if not micro_batches:
             _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
             break
         received = time.perf_counter()
+        status.report("training", step=step)  # it waits no longer, though the first row may be long
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, status)
         trained = time.perf_counter()
@@ -250,19 +249,37 @@ def wait_for_batch(
     receiver: Receiver,
     step: int,
     status: Status,
-    all_have: Callable[[bool], bool] = bool,
+    broadcaster: Broadcaster | None = None,
     observers: Sequence[TrainerObserver] = (),
 ) -> list[MicroBatch]:
-    """The micro batches of step ``step``; none if the run ends before it.
+    """The micro batches of step ``step``; none if the run ends before it. The status says which
+    version is still being written meanwhile, and which one was announced last: only that one can be
+    missing (``recovery.py``).
 
-    ``all_have`` is called repeatedly with whether this rank has its batch, and returns whether
-    every rank has. Raises ``WireError`` if the batch is of another step.
+    Raises ``WireError`` if the batch is of another step.
     """
     started = time.perf_counter()
-    status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
+
+    def report() -> None:
+        version = None if broadcaster is None else broadcaster.being_written
+        announced = -1 if broadcaster is None else broadcaster.announced
+        state, awaited = "waiting", f"orchestrator (batch {step})"
+        if version is not None:
+            state, awaited = f"writing weights version {version}", "disk"
+        last = status.last
+        same = (last.state, last.waiting_for) == (state, awaited)
+        if same and last.detail.get("announced") == announced:
+            status.beat()
+        else:
+            status.report(state, waiting_for=awaited, step=step, announced=announced)
+
+    def all_have(batch: bool) -> bool:
+        return batch if broadcaster is None else broadcaster.all_have(batch)
+
+    report()
     frame = receiver.receive(WAIT_SECONDS)
     while not all_have(frame is not None) or frame is None:
-        status.beat()
+        report()
         for observer in observers:
             observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame

@@ -65,11 +65,14 @@ class Broadcaster:
     ) -> None:
         """``announced`` is called on rank 0, perhaps in another thread."""
         self._model, self._publisher, self._status = model, publisher, status
-        self._sender, self._announced = sender, announced
+        self._sender = sender
+        self._announce_to = announced
+        self.announced = -1
+        """The newest version that this process has announced; -1: none yet."""
         self._writer: FileWriter | None = None
         """Writes files while the trainer takes its next step; None where a transport sends."""
         if sender is None:
-            self._writer = FileWriter(model, publisher, announced)
+            self._writer = FileWriter(model, publisher, self._is_there)
         self._copied = False
         self._version = -1
         self._waits = False
@@ -105,7 +108,7 @@ class Broadcaster:
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
-            self._announced(self._version)
+            self._is_there(self._version)
         return 0.0 if last else self.pass_on()
 
     def pass_on(self) -> float:
@@ -143,6 +146,16 @@ class Broadcaster:
         if answers[0][1]:
             self._write_files()
         return all(has for has, _ in answers)
+
+    @property
+    def being_written(self) -> int | None:
+        """On rank 0: the newest version, while a thread writes it; None: all are announced."""
+        return self._version if self.announced < self._version else None
+
+    def _is_there(self, version: int) -> None:
+        """A version is complete: perhaps in the writer's thread."""
+        self.announced = version
+        self._announce_to(version)
 
     def _files_wanted(self) -> bool:
         return FILES_WANTED in names_in(self._publisher.directory)

