@@ -18,6 +18,8 @@ def main() -> None:
         from prime_rl.cli.app import app
 
         app()
+    except KeyboardInterrupt:  # during imports: a run and its commands end in order themselves
+        sys.exit(130)
     except PrimeRLError as error:
         message = str(error)
         for entry in entry_points(group="prime_rl.errors"):  # say where in which file

@@ -121,7 +121,9 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         except BaseException as error:
             if isinstance(error, Exception):
                 _report(error, status)  # before closing, which may take time
-            _exit_within(TEARDOWN_SECONDS, 1)
+            # A cancelled run has not failed, however long its environments take to close.
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            _exit_within(TEARDOWN_SECONDS, 0 if is_cancelled else 1)
             raise
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from prime_rl.errors import printable
 from prime_rl.plugins.base import Offer, PluginConfig
+from prime_rl.rundir.control import durable
 from prime_rl.rundir.status import StatusReport, read_status
 
 if TYPE_CHECKING:
@@ -65,4 +66,5 @@ class RunView(Offer):
         ``saved``: this attempt has trained, and its weights are in ``<run>/weights``.
         ``command``: the command line of the run, which ``--resume`` continues.
         """
-        self.print(f"stopped; what was done so far is in {self.run_dir}")
+        said = "stopped" if saved else f"stopped; {durable(self.run_dir)}"
+        self.print(f"{said}: {self.run_dir}")

@@ -42,6 +42,8 @@ TRIES = 100
 STARTERS = "prime_rl.starters"
 """Entry points: a class whose objects are called as ``subprocess.Popen`` is."""
 
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+"""Signals that stop a run."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -141,27 +143,31 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
-    """Treat SIGTERM like Ctrl-C, so that the clean-up runs."""
-    return _handled_by(signal.default_int_handler, signal.SIGTERM)
+    """Treat SIGTERM, and SIGHUP of a terminal that closes, like Ctrl-C, so that the clean-up
+    runs."""
+    return _handled_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP)
 
 
 def uninterrupted() -> AbstractContextManager[None]:
-    """Ignore SIGINT and SIGTERM during the clean-up."""
-    return _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+    """Ignore SIGINT, SIGTERM and SIGHUP during the clean-up."""
+    return _handled_by(signal.SIG_IGN, *STOPS)
 
 
 @contextmanager
 def first_signal_asks() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM requests a stop, the second raises ``KeyboardInterrupt``. Yields
-    a function that returns whether the first has arrived."""
+    """The first SIGINT, SIGTERM or SIGHUP requests a stop, the second raises ``KeyboardInterrupt``.
+    Yields a function that returns whether the first has arrived."""
     heard: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
+        # A terminal that closes sends SIGHUP twice: from the kernel, and from the shell.
+        if number == signal.SIGHUP and number in heard:
+            return
         heard.append(number)
         if len(heard) > 1:
             raise KeyboardInterrupt
 
-    with _handled_by(hear, signal.SIGINT, signal.SIGTERM):
+    with _handled_by(hear, *STOPS):
         yield lambda: bool(heard)
 
 

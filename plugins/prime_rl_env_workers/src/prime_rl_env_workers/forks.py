@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ class Forks:
         """End all workers, and what they have started."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+            with suppress(ProcessLookupError):
+                self._process.terminate()  # while it imports, it does not read its stdin
             await self._process.wait()
         if self._reader is not None:
             await self._reader
