@@ -7,8 +7,8 @@ import pytest
 from waiting import exists
 
 from prime_rl import RunError
-from prime_rl.rundir.checkpoints import STABLE, finished
-from prime_rl.rundir.control import Stop, Supervisor, durable, start_of, supervised
+from prime_rl.rundir.checkpoints import STABLE, durable, finished
+from prime_rl.rundir.control import Stop, Supervisor, start_of, supervised
 
 
 def test_a_run_records_its_outcome(tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from prime_rl.errors import printable
 from prime_rl.plugins.base import Offer, PluginConfig
-from prime_rl.rundir.control import durable
+from prime_rl.rundir.checkpoints import durable
 from prime_rl.rundir.status import StatusReport, read_status
 
 if TYPE_CHECKING:

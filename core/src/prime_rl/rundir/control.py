@@ -29,7 +29,7 @@ import msgspec
 import psutil
 
 from prime_rl.errors import RunError
-from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl.rundir.checkpoints import durable, would_repeat
 from prime_rl.rundir.status import DONE, names_in, read_status, replace_text
 
 RECORD = "status/supervisor.json"
@@ -111,38 +111,6 @@ def start_of(pid: int) -> float | None:
 STOP = "STOP"
 """Marker file in the run directory: a stop is requested."""
 POLL_SECONDS = 0.1
-
-
-def last_trained(run_dir: Path) -> int:
-    """The last step in ``trainer.jsonl``; 0 if there is none."""
-    try:
-        lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
-    except OSError:
-        return 0
-    last = 0
-    for line in lines[-2:]:  # the last one may be written just now
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if line.endswith(b"\n"):
-                last = max(last, int(json.loads(line)["step"]))
-    return last
-
-
-def would_repeat(run_dir: Path) -> range:
-    """The trained steps that no checkpoint has: if the run ends now, a resume trains them again."""
-    saved = max(whole_steps(run_dir), default=0)
-    return range(saved + 1, last_trained(run_dir) + 1)
-
-
-def durable(run_dir: Path) -> str:
-    """What a run that ends now keeps: ``newest checkpoint: step 37; steps 38 to 148 ...``."""
-    saved, repeated = max(whole_steps(run_dir), default=0), would_repeat(run_dir)
-    newest = f"newest checkpoint: step {saved}" if saved else "no checkpoint yet"
-    if not repeated:
-        return newest
-    steps = f"steps {repeated[0]} to {repeated[-1]}"
-    if len(repeated) == 1:
-        steps = f"step {repeated[0]}"
-    return f"{newest}; {steps} will be trained again"
 
 
 class Stopped(KeyboardInterrupt):

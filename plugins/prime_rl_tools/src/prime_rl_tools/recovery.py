@@ -22,8 +22,7 @@ from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.view import RunView
 from prime_rl.run.children import Child
-from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
-from prime_rl.rundir.control import last_trained
+from prime_rl.rundir.checkpoints import STABLE, finished, last_trained, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import ENGINES, read_status
 from prime_rl.weights.versions import STABLE as ANNOUNCED

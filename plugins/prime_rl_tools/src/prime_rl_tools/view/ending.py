@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
-from prime_rl.rundir.checkpoints import whole_steps
-from prime_rl.rundir.control import durable
+from prime_rl.rundir.checkpoints import durable, whole_steps
 from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.summary import read_curve, restarts_text
 
