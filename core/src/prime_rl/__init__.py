@@ -64,11 +64,12 @@ else:
         if name in _MODULES:
             globals()[name] = found = getattr(_import(_MODULES[name]), name)
             return found
-        from importlib.metadata import entry_points
         from importlib.util import find_spec
+
+        from prime_rl.entries import entries
 
         if find_spec(f"prime_rl.{name}"):
             return _import(f"prime_rl.{name}")
-        for entry in entry_points(group="prime_rl.api", name=name):
+        for entry in entries("prime_rl.api", name):
             return entry.load()
         raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")

@@ -50,7 +50,7 @@ def test_what_the_host_lends_of_the_run(tmp_path):
 
 
 def test_what_nothing_installed_can_lend_names_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(context, "entry_points", lambda **group: [])
+    monkeypatch.setattr(context, "entries", lambda group: [])
     with pytest.raises(ConfigError, match=r"prime_rl\.scorers .* pip install prime-rl-engine-kit"):
         scorer_over(None, "m")
     with pytest.raises(ConfigError, match=r"pip install prime-rl-renderers"):

@@ -67,7 +67,7 @@ def test_without_an_installed_check_every_document_is_computed_alone(
 ) -> None:
     policy = Policy(make_model(), TrainerConfig(device="cpu"), kernel=Auto(KernelConfig()))
     assert policy.packing.name != "apart"
-    monkeypatch.setattr(loop, "entry_points", lambda **group: [])
+    monkeypatch.setattr(loop, "entries", lambda group: [])
     find_packing(policy, CPU, half=False)
     assert policy.packing == APART
     assert "pip install prime-rl-kernels" in caplog.text

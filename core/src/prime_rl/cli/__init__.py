@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from importlib.metadata import entry_points
 
 
 def main() -> None:
@@ -21,8 +20,10 @@ def main() -> None:
     except KeyboardInterrupt:  # during imports: a run and its commands end in order themselves
         sys.exit(130)
     except PrimeRLError as error:
+        from prime_rl.entries import entries
+
         message = str(error)
-        for entry in entry_points(group="prime_rl.errors"):  # say where in which file
+        for entry in entries("prime_rl.errors"):  # say where in which file
             message = entry.load()(message, sys.argv[1:])
         print(f"error: {message}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -35,8 +36,8 @@ def main() -> None:
 
 def _disable_plugins() -> None:
     """Move each ``--without NAME`` to the environment, for this process and those it starts."""
+    from prime_rl.entries import DISABLE
     from prime_rl.errors import ConfigError
-    from prime_rl.plugins.manager import DISABLE
 
     kept, names, rest = [], [os.environ.get(DISABLE, "")], iter(sys.argv)
     for word in rest:

@@ -53,6 +53,7 @@ def run(
     prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
     ```
     """
+    from prime_rl.entries import leaving_out
     from prime_rl.run.models import check_tuning
     from prime_rl.run.output import say
     from prime_rl.run.resolve import check
@@ -76,7 +77,8 @@ def run(
             with begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
     elif dry_run:
-        lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
+        with leaving_out(config.plugins.disabled):
+            lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
         run_dir = make_run_dir(config, dry=True)
         typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
@@ -149,6 +151,7 @@ def train(
 ) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
     continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
+    from prime_rl.entries import leaving_out
     from prime_rl.plugins.manager import wrappers
     from prime_rl.run import supervisor
     from prime_rl.run.output import SafeView
@@ -156,7 +159,7 @@ def train(
 
     view = SafeView(_view(config, hooks, run_dir))
     try:
-        with supervised(run_dir):
+        with leaving_out(config.plugins.disabled), supervised(run_dir):
             for line in wrappers(hooks):
                 view.print(line)
             with view:

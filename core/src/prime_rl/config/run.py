@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,6 +17,7 @@ from prime_rl.config.base import PluginTable, Settings
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.entries import entries
 
 FILES = "filesystem"
 TRANSPORTS = "prime_rl.transports"
@@ -49,7 +49,7 @@ class TransportConfig(Settings):
     @field_validator("type")
     @classmethod
     def _is_installed(cls, name: str) -> str:
-        names = sorted({FILES, *entry_points(group=TRANSPORTS).names})
+        names = sorted({FILES, *(entry.name for entry in entries(TRANSPORTS))})
         if name not in names:
             raise ValueError(f"expected one of {', '.join(names)}")
         return name

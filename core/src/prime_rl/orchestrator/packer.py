@@ -17,12 +17,12 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, StreamError
 from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
@@ -164,7 +164,7 @@ def pack_ranks(
 
 @cache
 def _plan() -> Any:
-    for entry in entry_points(group=BALANCES):
+    for entry in entries(BALANCES):
         return entry.load()
     raise ConfigError("several ranks of the trainer: install prime-rl, which divides the batches")
 

@@ -10,8 +10,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 
+from prime_rl.entries import entries
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.calls import ReadOnly, logged_metrics, take_logged, weighted_means
 from prime_rl.plugins.manager import Hooks
@@ -86,7 +86,7 @@ loop waits for each."""
 
 def in_background(monitor: Monitor) -> Monitor:
     """Put a monitor behind a queue, unless it opts out (``Monitor.in_background``)."""
-    for entry in entry_points(group=BACKGROUND) if monitor.in_background else ():
+    for entry in entries(BACKGROUND) if monitor.in_background else ():
         behind: Monitor = entry.load()(monitor)
         return behind
     return monitor

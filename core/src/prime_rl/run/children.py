@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
 
+from prime_rl.entries import entries
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
 from prime_rl.run.gpus import VISIBLE, visible_gpus
@@ -196,7 +196,7 @@ class LocalLauncher(Launcher):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._children: dict[str, Child] = {}
-        starters = (each.load()() for each in entry_points(group=STARTERS))
+        starters = (each.load()() for each in entries(STARTERS))
         self._popen = next(starters, None)
 
     def num_gpus(self) -> int:

@@ -7,12 +7,12 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import DISABLE, disabled, entries
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.rundir.attempts import PROCESS, newest_attempt
@@ -69,8 +69,10 @@ class Commands:
         # The model is, or will be, a local folder.
         env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
         needs = [self.run_dir / "configs" / "launch.json"]
+        if without := disabled() | {*self.config.plugins.disabled}:
+            env[DISABLE] = ",".join(sorted(without))
         if task.part == "model":  # the only process that may access the hub
-            own = {PROCESS: env[PROCESS]}
+            own = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
             return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
         model, initial = Path(self.launch.model_path), self.launch.initial
         # A machine must see the model's folder, or its parent until the folder exists.
@@ -96,7 +98,7 @@ def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
     """The argument list of one trainer node, the same on all nodes. Raises ``ConfigError``."""
     if launch.num_ranks == 1:
         return [*PYTHON, TRAINER, str(run_dir)]
-    if not (agents := [entry.value for entry in entry_points(group=AGENTS)]):
+    if not (agents := [entry.value for entry in entries(AGENTS)]):
         raise ConfigError("several ranks of the trainer: install prime-rl, whose agent starts them")
     command = [*PYTHON, agents[0], str(run_dir), "--ranks", str(launch.num_ranks)]
     if launch.trainer_nodes > 1:

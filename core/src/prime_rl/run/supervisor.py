@@ -18,13 +18,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import entries
 from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.plugins.manager import load_plugins
@@ -58,7 +58,7 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    recovery = [each.load()(config, view) for each in [*entry_points(group=RECOVERY)][:1]]
+    recovery = [each.load()(config, view) for each in entries(RECOVERY)[:1]]
     attempts = Attempts(config, view, launcher)
     attempts.restarts = restarts = [each.engines(attempts, launcher) for each in recovery]
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.entries import entries
 from prime_rl.errors import StreamError, WireError
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.manager import Hooks
@@ -161,7 +161,7 @@ def find_packing(policy: Policy, device: torch.device, half: bool) -> None:
     """Have the policy compute rows in the first of its ways that the installed check finds exact;
     in the last, core's own, if none is installed. Raises ``ConfigError`` if no way is exact."""
     packings = policy.packings(device)
-    for entry in entry_points(group="prime_rl.self_checks"):
+    for entry in entries("prime_rl.self_checks"):
         entry.load()(policy, packings, device, half)
         return
     logger.warning(

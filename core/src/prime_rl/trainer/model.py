@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.loss import Head
@@ -164,7 +164,7 @@ def load_model(
     in_shards = parallel.several_ranks() or in_half(config, device)
     model, missing = cast(Any, None), list[str]()
     try:
-        for entry in entry_points(group="prime_rl.weight_readers") if in_shards else ():
+        for entry in entries("prime_rl.weight_readers") if in_shards else ():
             model = entry.load()(model_path)
         if whole := model is None:
             model, report = AutoModelForCausalLM.from_pretrained(

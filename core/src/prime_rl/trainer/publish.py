@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.metadata import entry_points
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from prime_rl.entries import entries
 from prime_rl.errors import RunError, WeightsError
 from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
@@ -131,7 +131,7 @@ class Broadcaster:
         """``announced`` is called on rank 0, perhaps in another thread."""
         self._model, self._publisher, self._status = model, publisher, status
         self._sender, self._announced = sender, announced
-        installed = entry_points(group=WRITERS) if sender is None else ()
+        installed = entries(WRITERS) if sender is None else ()
         self._writers = [each.load()(model, publisher, announced) for each in installed][:1]
         self._copied = False
         self._version, self._waits = -1, False

@@ -15,11 +15,11 @@ import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from prime_rl.config.run import FILES, TRANSPORTS
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
@@ -96,7 +96,7 @@ def wire_dir(run_dir: Path) -> Path:
 
 def _installed(launch: Launch) -> Any:
     """The module of the transport that the launch names."""
-    for entry in entry_points(group=TRANSPORTS, name=launch.transport_type):
+    for entry in entries(TRANSPORTS, name=launch.transport_type):
         return entry.load()
     raise ConfigError(f"rollout_transport.type {launch.transport_type!r} is not installed here")
 

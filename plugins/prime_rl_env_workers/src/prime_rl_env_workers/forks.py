@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prime_rl.entries import DISABLE
 from prime_rl.env.loading import HANDED_ON
-from prime_rl.plugins.manager import DISABLE
 
 FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES", DISABLE
 """Variables without a secret that rollouts' programs do not get, and workers do."""
