@@ -59,7 +59,7 @@ FOR_TRANSPORTS = {
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
+    *("prime_rl.proxies", "prime_rl.rundir.launch", "prime_rl.rundir.status"),
     *("prime_rl.rundir.attempts", "prime_rl.wire.transport"),
 }
 """Further modules for transports: the contract of weights, versions on disk and addresses; of micro
@@ -277,7 +277,7 @@ def test_the_loop_knows_no_trace() -> None:
 
 
 def test_config_imports_no_run_time_module() -> None:
-    allowed = ("prime_rl.config", "prime_rl.errors", "pydantic")
+    allowed = ("prime_rl.config", "prime_rl.entries", "prime_rl.errors", "pydantic")
     for file in files("config"):
         for each in imports(file):
             own = each.module.partition(".")[0] in sys.stdlib_module_names

@@ -11,9 +11,12 @@ def main() -> None:
     """``prime-rl``. Our own errors, and a full or read-only disk, end in one message without a
     traceback."""
     from prime_rl.errors import PrimeRLError
+    from prime_rl.proxies import settle
 
     try:
         _disable_plugins()
+        for notice in settle(os.environ):
+            print(f"prime-rl: {notice}", file=sys.stderr)
         from prime_rl.cli.app import app
 
         app()

@@ -24,6 +24,7 @@ from prime_rl.plugins.calls import fault
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.proxies import settle
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.control import stop_asked
 from prime_rl.rundir.launch import Launch, wait_for_model
@@ -49,6 +50,8 @@ def main() -> None:
     logging.basicConfig(
         level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for notice in settle(os.environ):  # a remote launcher's machine has an environment of its own
+        log.warning(notice)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     code = loop.run_until_complete(_supervised(run_dir, config))

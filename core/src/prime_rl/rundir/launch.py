@@ -85,9 +85,6 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         return msgspec.json.decode((run_dir / "configs" / "launch.json").read_bytes(), type=cls)
 
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
-"""Loopback names of this machine."""
-
 READY = ".ready"
 """Marker file in a model folder that is complete."""
 

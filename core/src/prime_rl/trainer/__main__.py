@@ -39,7 +39,8 @@ from prime_rl.plugins.offers import (
 )
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
-from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
+from prime_rl.proxies import LOCAL
+from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank

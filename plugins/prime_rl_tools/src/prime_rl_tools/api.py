@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     """
     from prime_rl.cli.run import train as train_in
     from prime_rl.config.load import build_config, fitted
+    from prime_rl.proxies import settle
     from prime_rl.run import resume as resuming
     from prime_rl.run.models import check_tuning
     from prime_rl.run.resolve import check
@@ -47,6 +49,7 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
     resolved, notices = fitted(build_config(_table(config, overrides)))
+    notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
     hooks, tuning = check(resolved), check_tuning(resolved)
     if resume is not None:
