@@ -159,7 +159,14 @@ def check_engine(config: RunConfig, hooks: Hooks) -> None:
 
 def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
     """Launcher, GPUs and ranks are consistent; published weights have the engine's precision."""
-    gpus = gpus_of(config, build_launcher(config, hooks))
+    launcher, nodes = build_launcher(config, hooks), config.deployment.trainer_nodes
+    if nodes > 1 and not launcher.is_remote:
+        raise ConfigError(
+            f"deployment.trainer_nodes is {nodes}, and launcher {config.launcher.type!r} starts "
+            "processes on this machine only. Set trainer_nodes to 1, or launcher.type to one for "
+            "several machines ('ray')."
+        )
+    gpus = gpus_of(config, launcher)
     num_ranks(config, gpus)
     if config.inference.base_url is not None:
         return

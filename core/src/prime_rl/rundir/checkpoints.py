@@ -199,8 +199,10 @@ def remove(checkpoint: Checkpoint) -> None:
 def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
     """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
     ``in_use``. With ``best``, what has not been evaluated stays."""
-    path = checkpoints_dir(run_dir) / BEST
-    best, measured = msgspec.json.decode(path.read_bytes()) if path.exists() else (None, 0)
+    best, measured = None, 0
+    with suppress(OSError, ValueError, RecursionError):  # without it, all that `best` may need stay
+        path = checkpoints_dir(run_dir) / BEST
+        best, measured = msgspec.json.decode(path.read_bytes(), type=tuple[int | None, int])
     for step in config.superseded(whole_steps(run_dir)):
         kept = config.best is not None and (step == best or step > measured)
         if step not in in_use and not kept:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prime_rl import Rollout, RunError
+from prime_rl.rundir.status import read_rows
 from prime_rl_tools.rollouts import read_rollouts, step_files
 from prime_rl_tools.runs import LATEST, find_run, run_info
 
@@ -188,8 +189,4 @@ class Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file that may still grow; none if it does not exist."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return read_rows(path)

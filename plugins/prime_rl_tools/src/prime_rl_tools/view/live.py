@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
-from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl.rundir.status import DONE, ENGINES, HasStep, StatusReport, Tail, read_status
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
@@ -255,7 +256,11 @@ class MetricsTail:
     def read_new(self) -> None:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+                msgspec.convert(row, HasStep)
+            except (ValueError, RecursionError):
+                continue  # damaged; `doctor` and the report say so
             self.latest |= row
             if row["step"] > self._timed.get("step", 0) and "time/step" in row:
                 self._timed = {"step": row["step"]}
