@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
 
-import msgspec
-
 from prime_rl import Observer, ObserverHost, PluginConfig
 from prime_rl.rundir.status import read_rows
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
@@ -315,11 +313,7 @@ def began_with(run_dir: Path, first_step: int) -> int:
         return first_step - 1
     first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
     try:
-        return msgspec.json.decode(first.read_bytes(), type=_FirstStep).first_step - 1
-    except (OSError, ValueError, RecursionError) as error:
+        return int(dict(json.loads(first.read_bytes())).get("first_step", 1)) - 1
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read, so the run counts as new: %s", first, error)
         return 0
-
-
-class _FirstStep(msgspec.Struct):
-    first_step: int = 1
