@@ -201,7 +201,10 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(
     wait_until((run_dir / "STOP").exists, process)
     process.send_signal(signal.SIGINT)
     output = outcome(process, 130)
-    assert f"stopped; what was done so far is in {run_dir}" in output
+    (last, *_) = [line for line in output.splitlines() if line.startswith("stopped at once; ")]
+    trained = lines(run_dir / "trainer.jsonl")[-1]["step"]
+    assert last.endswith(f"no checkpoint yet; steps 1 to {trained} will be trained again")
+    assert f"Run directory   {run_dir}" in output
     assert "Traceback" not in output and "Error" not in output
     assert not processes_of(run_dir)
     assert not (run_dir / "weights").exists()
@@ -220,3 +223,43 @@ def test_a_stop_before_the_first_step_says_that_there_are_no_weights(
     assert "Error" not in output and "Resume with" not in output
     assert not processes_of(run_dir)
     assert not (run_dir / "weights").exists()
+
+
+@pytest.mark.parametrize("broken", ["reader", "disk", "closed"])
+def test_a_run_whose_output_breaks_trains_to_its_end(
+    model_cache: Path, tmp_path: Path, broken: str
+) -> None:
+    """``prime-rl run ... | head -1``, ``> /dev/full`` and ``>&-``."""
+    shell = {"reader": '"$@" | head -1; exit ${PIPESTATUS[0]}', "disk": '"$@" > /dev/full'}
+    script = shell.get(broken, '"$@" >&- 2>&-')
+    arguments = [*command(tmp_path), "--max_steps", "3"]
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *CLI, *arguments],
+        env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in lines(tmp_path / "mine" / "trainer.jsonl")] == [1, 2, 3]
+    assert json.loads((tmp_path / "mine" / "summary.json").read_text())["stopped_at"] is None
+    if broken != "closed":
+        assert "The run goes on; see" in done.stderr
+
+
+def test_a_terminal_that_closes_saves_and_stops_the_run(
+    start: Start, tmp_path: Path, processes_of: Callable[[Path], list[int]]
+) -> None:
+    run_dir = tmp_path / "mine"
+    process = start(*command(tmp_path))
+    wait_until(has_trained(run_dir), process)
+    assert process.stdout is not None
+    process.stdout.close()  # its terminal is gone
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.stdout = None
+    assert process.wait(timeout=PATIENCE) == 130
+    last = lines(run_dir / "trainer.jsonl")[-1]["step"]
+    assert whole_steps(run_dir) == [last]
+    assert json.loads((run_dir / "summary.json").read_text())["stopped_at"] == last
+    assert not processes_of(run_dir)

@@ -29,7 +29,7 @@ def offer(monkeypatch, tmp_path):
             value = f"{package}:defaults.toml"
             entries.append(EntryPoint(f"lab-{number}", value, load.DEFAULTS))
         offered = {load.DEFAULTS: entries}
-        monkeypatch.setattr(load, "entry_points", lambda group: offered.get(group, []))
+        monkeypatch.setattr(load, "entries", lambda group: offered.get(group, []))
 
     return replace
 

@@ -163,6 +163,21 @@ def test_all_errors_come_at_once_with_file_and_line(tmp_path, monkeypatch, capsy
     assert "no taskset 'reverse-txt'" in found[16] and "'second': algo: no" in found[18]
 
 
+def test_keys_that_do_not_go_together_are_one_error(tmp_path, monkeypatch, capsys):
+    """Without their whole table, others would be missing."""
+    good = tmp_path / "good.toml"
+    good.write_text(
+        'max_steps = 3\n[model]\nname = "tiny-reverse"\n[inference]\nreplicas = 2\n'
+        'base_url = ["http://127.0.0.1:1"]\n[orchestrator]\nbatch_size = 8\ngroup_size = 4\n'
+        '[orchestrator.renderer]\nname = "qwen3"\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
+    )
+    monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(good), "--dry-run"])
+    with pytest.raises(SystemExit):
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "replicas says how to start an engine, and base_url names engines" in line
+
+
 def test_args_that_tasksets_refuse_come_at_once_with_the_line_of_each_env(
     tmp_path, monkeypatch, capsys
 ):

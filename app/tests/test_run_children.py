@@ -156,15 +156,33 @@ def test_a_child_whose_parent_has_already_died_exits_at_once(tmp_path):
 # -- signals --------------------------------------------------------------------------------
 
 
-def test_sigterm_acts_like_ctrl_c_inside_the_block_only():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(LIMIT)
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_act_like_ctrl_c_inside_the_block_only(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
+            os.kill(os.getpid(), number)
+            time.sleep(LIMIT)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_that_closes_asks_once_however_often_it_signals():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with first_signal_asks() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert asked()
+        with pytest.raises(KeyboardInterrupt), first_signal_asks():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number):
     before = signal.signal(number, signal.default_int_handler)
     try:

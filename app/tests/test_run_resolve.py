@@ -405,3 +405,15 @@ def test_an_agent_that_the_env_lacks():
 def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):
     monkeypatch.setattr("prime_rl_app.env_checks.find_agents", pytest.fail)
     check(config())
+
+
+def test_a_launcher_of_one_machine_refuses_several_nodes_of_the_trainer():
+    text = refusal(deployment={"trainer_nodes": 2}, trainer={"num_ranks": 2})
+    assert "deployment.trainer_nodes is 2, and launcher 'local' starts processes on this" in text
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64, -1])
+def test_a_seed_that_no_generator_takes_is_refused(seed):
+    with pytest.raises(ConfigError, match=r"^seed: Input should be"):
+        config(seed=seed)
+    assert config(seed=2**63 - 1).seed == 2**63 - 1

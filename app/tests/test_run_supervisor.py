@@ -248,3 +248,21 @@ def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_pat
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
         supervisor.run(config, view)
     assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]
+
+
+def test_a_killed_guard_is_replaced(tmp_path, view):
+    new_attempt(view.run_dir)
+    said = []
+    view.print = said.append
+    guard = supervisor.Guard(view)
+    first = guard.child
+    try:
+        guard.keep()
+        assert guard.child is first and said == []
+        first.kill()
+        first.process.wait()
+        guard.keep()
+        assert guard.child is not first and guard.child.exit_code is None
+        assert said == ["the guard was ended by SIGKILL: starting another one"]
+    finally:
+        supervisor.children.end([first, guard.child], grace=0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prime_rl import Rollout, RunError
+from prime_rl.rundir.status import read_rows
 from prime_rl_app.rollouts import read_rollouts, step_files
 from prime_rl_app.runs import LATEST, find_run, run_info
 
@@ -37,6 +39,7 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     at once. Raises ``ConfigError`` before anything starts, ``RunError`` if a process dies or if
     this is not the main thread, which alone sees interrupts.
     """
+    from prime_rl.proxies import settle
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app import resume as resuming
     from prime_rl_app.cli.run import train as train_in
@@ -47,6 +50,7 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
     resolved, notices = fitted(build_config(_table(config, overrides)))
+    notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
     hooks, tuning = check(resolved), check_tuning(resolved)
     if resume is not None:
@@ -185,8 +189,4 @@ class Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file that may still grow; none if it does not exist."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return read_rows(path)

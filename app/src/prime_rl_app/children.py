@@ -33,6 +33,8 @@ QUIET_CPU = {
 }
 """Defaults of every child's environment. The user's environment overrides them."""
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a run."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -112,27 +114,31 @@ def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
 
 
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
-    """Treat SIGTERM like Ctrl-C, so that the clean-up runs."""
-    return _handled_by(signal.default_int_handler, signal.SIGTERM)
+    """Treat SIGTERM, and SIGHUP of a terminal that closes, like Ctrl-C, so that the clean-up
+    runs."""
+    return _handled_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP)
 
 
 def uninterrupted() -> AbstractContextManager[None]:
-    """Ignore SIGINT and SIGTERM during the clean-up."""
-    return _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+    """Ignore SIGINT, SIGTERM and SIGHUP during the clean-up."""
+    return _handled_by(signal.SIG_IGN, *STOPS)
 
 
 @contextmanager
 def first_signal_asks() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM requests a stop, the second raises ``KeyboardInterrupt``. Yields
-    a function that returns whether the first has arrived."""
+    """The first SIGINT, SIGTERM or SIGHUP requests a stop, the second raises ``KeyboardInterrupt``.
+    Yields a function that returns whether the first has arrived."""
     heard: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
+        # A terminal that closes sends SIGHUP twice: from the kernel, and from the shell.
+        if number == signal.SIGHUP and number in heard:
+            return
         heard.append(number)
         if len(heard) > 1:
             raise KeyboardInterrupt
 
-    with _handled_by(hear, signal.SIGINT, signal.SIGTERM):
+    with _handled_by(hear, *STOPS):
         yield lambda: bool(heard)
 
 

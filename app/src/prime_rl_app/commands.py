@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 
 from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import DISABLE, disabled
 from prime_rl.plugins.launchers import ProcessCommand, Task
+from prime_rl.proxies import LOCAL, settle
 from prime_rl.rundir.attempts import PROCESS, newest_attempt
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
 from prime_rl.rundir.status import process_name
 
 PYTHON = [sys.executable, "-P", "-m"]
@@ -67,8 +69,10 @@ class Commands:
         # The model is, or will be, a local folder.
         env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
         needs = [self.run_dir / "configs" / "launch.json"]
+        if without := disabled() | {*self.config.plugins.disabled}:
+            env[DISABLE] = ",".join(sorted(without))
         if task.part == "model":  # the only process that may access the hub
-            own = {PROCESS: env[PROCESS]}
+            own = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
             return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
         model, initial = Path(self.launch.model_path), self.launch.initial
         # A machine must see the model's folder, or its parent until the folder exists.
@@ -78,7 +82,7 @@ class Commands:
         # For engines elsewhere the user's own proxy settings apply.
         ours = [*self.launch.engine_urls, *self.launch.reference_urls.values()]
         engines = [] if self.config.inference.base_url else ours
-        env |= self.keys.env | unproxied(engines)
+        env |= self.keys.env | unproxied(engines, self.config.inference.base_url or ())
         if task.part == "inference":
             command = self.engine.command(
                 engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
@@ -101,10 +105,13 @@ def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
     return command
 
 
-def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
+def unproxied(engine_urls: Sequence[str], elsewhere: Sequence[str] = ()) -> dict[str, str]:
     """``NO_PROXY`` with the run's engines and this machine: a site's proxy cannot reach them and
-    must not see their keys."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    must not see their keys. Of the engines ``elsewhere`` it has those in a range that the user
+    excepts."""
+    environ = {**os.environ}
+    settle(environ, elsewhere)
+    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     hosts = [*given.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
     value = ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip()))
     return {"NO_PROXY": value, "no_proxy": value}

@@ -12,7 +12,6 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 
 from prime_rl.config.explain import TAGS, TEXT_TYPES, explain, is_scalar
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import entries, leaving_out
 from prime_rl.errors import ConfigError
 from prime_rl_app.open_files import fit as fit_open_files
 
@@ -103,24 +103,25 @@ def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
         notices.append(f"trainer.scheduler: {shorter}, until the run is resumed with more steps")
     config, more = fit_open_files(config)
     notices += more
-    for entry in entry_points(group=FITS):
-        config, more = entry.load()(config)
-        notices += more
+    with leaving_out(config.plugins.disabled):
+        for entry in entries(FITS):
+            config, more = entry.load()(config)
+            notices += more
     return config, notices
 
 
 def installed_defaults() -> dict[str, Any]:
     """The defaults of an installed distribution; empty if there are none. Over them lies what
     plugins offer for this machine. Raises ``ConfigError`` if there are several."""
-    entries = list(entry_points(group=DEFAULTS))
-    if len(entries) > 1:
-        names = ", ".join(sorted(e.dist.name if e.dist else e.name for e in entries))
+    offered = entries(DEFAULTS)
+    if len(offered) > 1:
+        names = ", ".join(sorted(e.dist.name if e.dist else e.name for e in offered))
         raise ConfigError(
-            f"{len(entries)} installed distributions offer defaults ({names}), expected one. "
+            f"{len(offered)} installed distributions offer defaults ({names}), expected one. "
             "Uninstall the others."
         )
-    tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in entries]
-    for entry in entry_points(group=HERE):
+    tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in offered]
+    for entry in entries(HERE):
         tables = [merge(each, entry.load()()) for each in tables]
     return tables[0] if tables else {}
 

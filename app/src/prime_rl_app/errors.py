@@ -210,6 +210,8 @@ def _without_refused(table: dict[str, Any]) -> tuple[RunConfig | None, tuple[str
                     inner = inner[part]
                 if not isinstance(inner, dict) or path[-1] not in inner:
                     return None, ()
+                if isinstance(inner[path[-1]], dict):
+                    return None, ()  # keys that do not go together: without all, others are missing
                 del inner[path[-1]]
                 refused.append(f"{'.'.join(map(str, path))}: ")
 

@@ -32,10 +32,10 @@ import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from prime_rl.entries import entries
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.machine import visible_gpus
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -57,7 +57,7 @@ class Forks:
     """Starts processes as ``subprocess.Popen`` does, and forks those that it can."""
 
     def __init__(self) -> None:
-        self._modules = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+        self._modules = {entry.name: entry.value for entry in entries(GROUP)}
         self._server: _Server | None = None
 
     def __call__(

@@ -32,6 +32,6 @@ def register_observers() -> list[type[Observer]]:
 @hookimpl
 def register_views() -> list[type[RunView]]:
     """Offer ``lines``."""
-    from prime_rl.plugins.view import RunView
+    from prime_rl_app.lines import LinesView
 
-    return [RunView]
+    return [LinesView]

@@ -22,7 +22,7 @@ from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
-from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
+from prime_rl.rundir.checkpoints import STABLE, finished, last_trained, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import ENGINES, last_beat
 from prime_rl.weights.versions import newest_version
@@ -97,15 +97,6 @@ class Recovery:
         self._sleep(min(2.0**self._used - 1.0, LONGEST_WAIT))
         self._used += 1
         self._began = time.time()
-
-
-def last_trained(run_dir: Path) -> int:
-    """The last step in ``trainer.jsonl``; 0 if there is none."""
-    try:
-        lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
-        return max(int(json.loads(line)["step"]) for line in lines[-2:] if line.endswith(b"\n"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _bytes_moved(process: Process) -> int:

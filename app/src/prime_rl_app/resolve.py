@@ -11,11 +11,12 @@ from typing import Any
 
 from prime_rl import Engine, ModelMaker, PluginConfig
 from prime_rl.config.run import ModelSource, RunConfig
+from prime_rl.entries import installed_entries, names_of
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.registry.components import Components
-from prime_rl.registry.manager import Hooks, installed_entries, load_plugins, names_of
+from prime_rl.registry.manager import GROUPS, Hooks, load_plugins
 from prime_rl.registry.offers import (
     ENGINE,
     FILTER,
@@ -48,7 +49,7 @@ def check(config: RunConfig) -> Hooks:
     ``ConfigError``, with all that is wrong, or ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    _check_disabled(config, hooks, trainer)
+    _check_disabled(config)
     orchestrator, train, problems = config.orchestrator, config.trainer, list[str]()
     sampler, table, model = orchestrator.sampler_table, orchestrator.renderer, config.model.name
     losses = Components({"rl": train.loss, **train.losses}, collect(trainer, LOSS))
@@ -158,7 +159,14 @@ def check_engine(config: RunConfig, hooks: Hooks) -> None:
 
 def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
     """Launcher, GPUs and ranks are consistent; published weights have the engine's precision."""
-    gpus = gpus_of(config, build_launcher(config, hooks))
+    launcher, nodes = build_launcher(config, hooks), config.deployment.trainer_nodes
+    if nodes > 1 and not launcher.is_remote:
+        raise ConfigError(
+            f"deployment.trainer_nodes is {nodes}, and launcher {config.launcher.type!r} starts "
+            "processes on this machine only. Set trainer_nodes to 1, or launcher.type to one for "
+            "several machines ('ray')."
+        )
+    gpus = gpus_of(config, launcher)
     num_ranks(config, gpus)
     if config.inference.base_url is not None:
         return
@@ -211,8 +219,8 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
         choose(OBSERVER, name, settings, hooks, f"observers.{name}")[0].check(config)
 
 
-def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:
-    entries = [entry for hooks in loaded for entry in installed_entries(hooks.group)]
+def _check_disabled(config: RunConfig) -> None:
+    entries = [entry for group in GROUPS for entry in installed_entries(group)]
     installed = {entry.name for entry in entries}
     for name in config.plugins.disabled:
         if not any(name in names_of(entry) for entry in entries):

@@ -19,7 +19,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, NoCheckpoint
@@ -74,8 +76,9 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
         raise ConfigError(f"--resume: {over}")
     try:
         progress = json.loads(checkpoint.progress.read_text())
-        before, plugins = dict(progress["config"]), dict(progress["plugins"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        msgspec.convert(progress, _Progress)
+        before, plugins = progress["config"], progress["plugins"]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
     now = config.model_dump(mode="json")
     check_model(before.get("model", {}), now["model"], checkpoint.weights)
@@ -86,6 +89,18 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
     drift = config_drift(before, now) + version_drift(plugins, installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
     return Plan(checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift])
+
+
+class _Tables(TypedDict, total=False):
+    model: dict[str, Any]
+    trainer: dict[str, Any]
+
+
+class _Progress(TypedDict):
+    """What a resume reads of a checkpoint's ``progress.json``."""
+
+    config: _Tables
+    plugins: dict[str, str]
 
 
 @contextmanager
@@ -304,7 +319,7 @@ def check_optimizer(
 
 def _model_config(folder: Path) -> dict[str, Any] | None:
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError):
         return None
     return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}

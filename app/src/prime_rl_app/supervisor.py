@@ -59,9 +59,12 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     attempts = Attempts(config, view, launcher)
     restarts = recovery.engines(attempts, launcher)
     attempts.restarts = restarts
-    command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
-    named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
-    guard = children.start(GUARD, command, named, Path(os.devnull))
+    guard = Guard(view)
+
+    def tend(processes: list[Process]) -> None:
+        guard.keep()
+        restarts.restart(processes)
+
     with sigterm_is_ctrl_c():
         try:
             attempts.start(checkpoint)
@@ -71,7 +74,7 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                     stop = Stop(view.run_dir, first_step, asked, view.print)
                     look = recovery.watch()
                     try:
-                        _watch(attempts.processes, view, stop, look, restarts.restart)
+                        _watch(attempts.processes, view, stop, look, tend)
                         break
                     except ProcessFailed as failure:
                         if stop.is_asked:
@@ -87,7 +90,27 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
             with children.uninterrupted():
                 _end(launcher, attempts.processes)
                 kill_left(view.run_dir, {GUARD})
-                children.end([guard], grace=0.0)
+                children.end([guard.child], grace=0.0)
+
+
+class Guard:
+    """Has the process that ends what outlives us run as long as we do."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self.child = self._start()
+
+    def keep(self) -> None:
+        """Start another one if it has ended."""
+        if (code := self.child.exit_code) is not None:
+            self._view.print(f"the {GUARD} {ending(code)}: starting another one")
+            self.child = self._start()
+
+    def _start(self) -> Child:
+        run_dir = self._view.run_dir
+        command = [*PYTHON, "prime_rl.rundir.attempts", str(run_dir)]
+        named = {PROCESS: f"{newest_attempt(run_dir)}:{GUARD}:{run_dir.resolve()}"}
+        return children.start(GUARD, command, named, Path(os.devnull))
 
 
 class Attempts:
@@ -183,12 +206,16 @@ def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
         launcher.close()
 
 
+def _nothing(processes: list[Process]) -> None:
+    """Without recovery."""
+
+
 def _watch(
     processes: list[Process],
     view: RunView,
     stop: Stop | None = None,
-    look: Callable[[list[Process]], tuple[Process, str] | None] = lambda processes: None,
-    restart: Callable[[list[Process]], None] = lambda processes: None,
+    look: Callable[[list[Process]], tuple[Process, str] | None] = _nothing,
+    restart: Callable[[list[Process]], None] = _nothing,
 ) -> None:
     """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
     is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,

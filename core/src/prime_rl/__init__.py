@@ -3,7 +3,6 @@ package. Each is imported at its first use: all take half a CPU second. None nee
 
 import typing as _typing
 from importlib import import_module as _import_module
-from importlib.metadata import entry_points as _entry_points
 from importlib.util import find_spec as _find_spec
 
 if _typing.TYPE_CHECKING:
@@ -234,7 +233,7 @@ def __getattr__(name: str) -> object:
         return _import_module(f"prime_rl.{name}")
 
     # The application adds ``train`` and ``Run``.
-    for entry in _entry_points(group="prime_rl.api", name=name):
+    for entry in _import_module("prime_rl.entries").entries("prime_rl.api", name):
         return entry.load()
 
     raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")

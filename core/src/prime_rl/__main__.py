@@ -1,6 +1,6 @@
 """``python -m prime_rl`` is the installed command ``prime-rl``."""
 
-from importlib.metadata import entry_points
+from prime_rl.entries import entries
 
-for command in entry_points(group="console_scripts", name="prime-rl"):
+for command in entries("console_scripts", "prime-rl"):
     command.load()()

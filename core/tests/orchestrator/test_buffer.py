@@ -150,6 +150,30 @@ def test_a_run_of_failures_stops_too():
         one.note_failed(1, "test")
 
 
+def test_a_run_of_failures_quotes_the_commonest_reason():
+    one = assembler(size=4, patience=1)
+    one.note_failure("TypeError: no")
+    for number in range(3):
+        one.note_failure(f"ModuleNotFoundError: no module\n'mine', example {number}")
+    with pytest.raises(RunError) as caught:
+        one.note_failed(4, "test")
+    said = str(caught.value)
+    assert "3 failed with: ModuleNotFoundError: no module 'mine', example 2. Each failure" in said
+    assert "TypeError" not in said
+
+
+def test_reasons_of_failures_before_a_kept_rollout_are_not_quoted():
+    one = assembler(size=2, patience=1)
+    one.note_failure("TypeError: no")
+    one.note_failed(1, "test")
+    one.add(rollouts(FINE))
+    one.note_failure("ValueError: " + "x" * 1000)
+    with pytest.raises(RunError) as caught:
+        one.note_failed(2, "test")
+    assert "1 failed with: ValueError: xxx" in str(caught.value)
+    assert "TypeError" not in str(caught.value) and len(str(caught.value)) < 900
+
+
 def test_one_kept_rollout_renews_the_patience():
     one = assembler(size=2, patience=2)
     one.add(rollouts(POST, POST, POST, FINE, POST, POST, POST))

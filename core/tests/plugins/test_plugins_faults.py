@@ -77,7 +77,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = SimpleNamespace(
         name="mine", module=f"{__name__}.part", dist=SimpleNamespace(name="my-dist", version="0.1")
     )
-    monkeypatch.setattr(calls, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(calls, "entries", lambda group: [entry])
 
 
 @pytest.mark.usefixtures("installed")

@@ -26,5 +26,5 @@ def test_a_line_when_a_process_reports_another_state(tmp_path, capsys):
         "trainer: training",
         "a restart",
         f"done: {tmp_path}",
-        f"stopped; what was done so far is in {tmp_path}",
+        f"stopped: {tmp_path}",
     ]

@@ -94,7 +94,7 @@ def test_off_means_that_functions_are_unwrapped(monkeypatch, capsys, value):
 
 def test_without_a_tracer_the_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("PRIME_RL_TRACE", "1")
-    monkeypatch.setattr("prime_rl.registry.manager.entry_points", lambda group: ())
+    monkeypatch.setattr("prime_rl.registry.manager.entries", lambda group: ())
     with pytest.raises(PluginError, match="PRIME_RL_TRACE is set, and no tracer is installed"):
         Hooks().register(Clip(), "clip")
 

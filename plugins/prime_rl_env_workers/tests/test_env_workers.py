@@ -29,6 +29,7 @@ from prime_rl_env_workers.environment import (
     named_keys,
     shared_by,
 )
+from prime_rl_env_workers.forks import Forks
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 HERE = str(Path(__file__).parent)
@@ -206,3 +207,17 @@ def test_workers_get_the_keys_that_the_config_names_and_no_other() -> None:
         "agents": [{"harness": {"forward_env": ["SEARCH_KEY"]}}, {"api_key_var": None}],
     }
     assert sorted(named_keys(config)) == ["JUDGE_KEY", "SEARCH_KEY", "TEAM"]
+
+
+async def test_closing_does_not_wait_for_a_fork_server_that_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = tmp_path / "began"
+    blocks = f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep({10 * LIMIT})"
+    (tmp_path / "renderers.py").write_text(blocks)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    forks = Forks()
+    fork = await forks.start("misbehaving 0", "ipc:///nowhere", {})
+    await eventually(began.exists)
+    await asyncio.wait_for(forks.close(), LIMIT)
+    assert "was ended by SIGTERM" in fork.ended.result()

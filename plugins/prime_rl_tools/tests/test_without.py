@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ from report_runs import make_run
 from typer.main import get_group
 
 import prime_rl_app.cli.app
+from prime_rl.entries import DISABLE
 from prime_rl.registry.components import installed_losses
-from prime_rl.registry.manager import DISABLE
 from prime_rl_app.cli import main
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
@@ -90,6 +91,22 @@ def test_a_plugin_that_exits_at_import_is_an_error_with_its_name(call):
         said = " ".join(call(words).split())
         assert why in said, said
         assert words != "plugins list" or "prime-rl-grpo" in said
+
+
+def test_a_run_is_checked_without_the_code_of_a_plugin_in_any_group(call, tmp_path):
+    """Also in those that core reads itself: ``prime_rl.fits``, ``prime_rl_app.plugin`` ..."""
+    root = CONFIG.parents[2]
+    sources = [*root.glob("core/src/**/*.py"), *root.glob("plugins/*/src/**/*.py")]
+    text = "".join(file.read_text() for file in sources)
+    groups = {*re.findall(r'"(prime_rl\.[a-z_]+)"', text)}
+    assert {"prime_rl.fits", "prime_rl_app.plugin", "prime_rl.errors", "prime_rl.checks"} <= groups
+    info = tmp_path / "site" / "ill-0.1.dist-info" / "entry_points.txt"
+    info.write_text("".join(f"[{group}]\nbad = bad_exit:x\n" for group in (*groups, "prime_rl")))
+    words = COMMANDS["run"][0]
+    for way in ("--without ill", "--without bad"):
+        assert "valid; the resolved" in call(f"{words} {way}")
+        assert "did you mean" in call(f"{words} {way} --orchestrator.bach_size 3")
+        assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

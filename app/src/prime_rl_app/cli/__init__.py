@@ -11,12 +11,17 @@ def main() -> None:
     """``prime-rl``. Our own errors, and a full or read-only disk, end in one message without a
     traceback."""
     from prime_rl.errors import PrimeRLError
+    from prime_rl.proxies import settle
 
     try:
         _disable_plugins()
+        for notice in settle(os.environ):
+            print(f"prime-rl: {notice}", file=sys.stderr)
         from prime_rl_app.cli.app import app
 
         app()
+    except KeyboardInterrupt:  # during imports: a run and its commands end in order themselves
+        sys.exit(130)
     except PrimeRLError as error:
         from prime_rl_app.errors import explained
 
@@ -32,8 +37,8 @@ def main() -> None:
 
 def _disable_plugins() -> None:
     """Move each ``--without NAME`` to the environment, for this process and those it starts."""
+    from prime_rl.entries import DISABLE
     from prime_rl.errors import ConfigError
-    from prime_rl.registry.manager import DISABLE
 
     kept, names, rest = [], [os.environ.get(DISABLE, "")], iter(sys.argv)
     for word in rest:

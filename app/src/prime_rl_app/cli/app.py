@@ -13,14 +13,13 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from prime_rl.entries import entries
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.registry.manager import (
     Hooks,
     add_entry,
     disabled_names,
-    installed_entries,
-    names_of,
     source_of,
 )
 from prime_rl_app.cli import run
@@ -89,10 +88,9 @@ def root(
 def add_commands(group: str) -> list[PluginError]:
     """Add the commands of the plugins in an entry-point group. Returns the errors of those that
     cannot be loaded: the others work all the same."""
-    hooks, broken, skip = Hooks(), [], {*disabled_names()}
-    for entry in installed_entries(group):
-        if skip and skip & names_of(entry):
-            continue
+    hooks, broken = Hooks(), list[PluginError]()
+    disabled_names()  # an unknown name is an error
+    for entry in entries(group):
         try:
             add_entry(hooks, entry, source_of(entry))
         except PluginError as error:

@@ -46,15 +46,17 @@ def run(
         bool, typer.Option("--watch", help="Show it in a browser too; short for --view.watch true.")
     ] = False,
 ) -> None:
-    """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
-    SIGTERM) saves and stops the run; a second one ends it at once.
+    """Train: start every process of a run, show what they do, and print a summary. Ctrl-C,
+    SIGTERM and SIGHUP save and stop the run; a second Ctrl-C ends it at once.
 
     ```
     prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
     ```
     """
+    from prime_rl.entries import leaving_out
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.models import check_tuning
+    from prime_rl_app.output import say
     from prime_rl_app.resolve import check
 
     arguments, checkpoint = split_resume([*files, *context.args])
@@ -68,12 +70,15 @@ def run(
     if checkpoint is not None:
         from prime_rl_app.resume import begin, plan
 
-        typer.echo("\n".join((chosen := plan(config, checkpoint, tuning)).notes))
+        chosen = plan(config, checkpoint, tuning)
+        for note in chosen.notes:
+            say(note, sys.stdout)
         if not (dry_run or chosen.is_over):
             with begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
     elif dry_run:
-        lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
+        with leaving_out(config.plugins.disabled):
+            lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
         run_dir = make_run_dir(config, dry=True)
         typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
@@ -108,13 +113,14 @@ def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     """The config, with what ``--without`` disables: remote processes need to know it too."""
     from prime_rl.registry.manager import disabled_names
     from prime_rl_app.config import fitted, load_config
+    from prime_rl_app.output import say
 
     config = load_config([Path(path) for path in paths], overrides)
     named = {"disabled": (*config.plugins.disabled, *disabled_names())}
     plugins = config.plugins.model_copy(update=named)
     config, notices = fitted(config.model_copy(update={"plugins": plugins}))
     for notice in notices:
-        typer.echo(notice, err=True)
+        say(notice, sys.stderr)
     return config
 
 
@@ -129,13 +135,14 @@ def _train(
     config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
 ) -> None:
     from prime_rl.errors import RunError
+    from prime_rl_app.output import say
 
     try:
         train(config, hooks, run_dir, again, checkpoint)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except RunError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", sys.stderr)
         raise typer.Exit(1) from None
 
 
@@ -144,13 +151,15 @@ def train(
 ) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
     continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
+    from prime_rl.entries import leaving_out
     from prime_rl.registry.manager import wrappers
     from prime_rl.rundir.control import Stopped, supervised
     from prime_rl_app import supervisor
+    from prime_rl_app.output import SafeView
 
-    view = _view(config, hooks, run_dir)
+    view = SafeView(_view(config, hooks, run_dir))
     try:
-        with supervised(run_dir):
+        with leaving_out(config.plugins.disabled), supervised(run_dir):
             for line in wrappers(hooks):
                 view.print(line)
             with view:

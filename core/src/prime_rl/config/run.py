@@ -189,7 +189,7 @@ class ModelSource(Settings):
 
     model: ModelConfig
     plugins: PluginsConfig = PluginsConfig()
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = Field(default=0, lt=2**63)
     """Seeds model making, the sampler and the engine."""
 
 

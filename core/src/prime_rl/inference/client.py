@@ -19,6 +19,7 @@ from prime_rl.errors import EngineError, EngineGone
 from prime_rl.inference import timing
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.plugins.weight_transports import Receives
+from prime_rl.proxies import is_loopback
 from prime_rl.weights.versions import Weights
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class EngineClient:
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
             verify=not url.lower().startswith("http://"),
+            trust_env=not is_loopback(url),
         )
 
     async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.proxies import settle
 from prime_rl.registry.calls import fault
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
@@ -51,6 +52,8 @@ def main() -> None:
     logging.basicConfig(
         level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for notice in settle(os.environ):  # a remote launcher's machine has an environment of its own
+        log.warning(notice)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     code = loop.run_until_complete(_supervised(run_dir, config))
@@ -136,7 +139,9 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         except BaseException as error:
             if isinstance(error, Exception):
                 _report(error, status)  # before closing, which may take time
-            _exit_within(TEARDOWN_SECONDS, 1)
+            # A cancelled run has not failed, however long its environments take to close.
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            _exit_within(TEARDOWN_SECONDS, 0 if is_cancelled else 1)
             raise
 
 

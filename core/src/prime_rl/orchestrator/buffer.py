@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from prime_rl.rollout import Batch, Group, Rollout
 
 STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"
 
+MOST_REASON = 300
+"""Characters of a rollout's reason that an error quotes."""
 WHY_FAILED = "Each failure and its reason is a warning in logs/latest/orchestrator.log."
 WHY_DROPPED = (
     "A filter that drops every rollout often means that the rewards in each group are equal: the "
@@ -46,6 +49,10 @@ class Buffer:
         """Each with its group."""
         self._fruitless = 0
         self._reasons: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        """Of failed rollouts, by the reason without its numbers."""
+        self._examples: dict[str, str] = {}
+        """The newest reason of each sort."""
         self.batch = Batch(first_step)
         self._full, self._room = asyncio.Event(), asyncio.Event()
         self._room.set()
@@ -86,6 +93,13 @@ class Buffer:
                 self._pending.append((rollout, rollouts))
         self.fill()
 
+    def note_failure(self, reason: str) -> None:
+        """Why a rollout has failed. Reasons that differ in numbers only count as one."""
+        line = " ".join(reason.split())[:MOST_REASON]
+        sort = re.sub(r"\d+", "0", line)
+        self._failures[sort] += 1
+        self._examples[sort] = line
+
     def note_failed(self, count: int, env: str) -> None:
         """Failed rollouts also count as fruitless."""
         self._count_fruitless(count, f"{FAILED}, env {env!r}")
@@ -105,6 +119,8 @@ class Buffer:
                 self.batch.seen.append(rollout)
                 self._fruitless = 0
                 self._reasons.clear()
+                self._failures.clear()
+                self._examples.clear()
         for event, holds in ((self._full, self.is_full), (self._room, not self.is_full)):
             event.set() if holds else event.clear()
 
@@ -155,9 +171,12 @@ class Buffer:
         if self._fruitless >= self._patience:
             reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
+            why = WHY_FAILED if failing else WHY_DROPPED
+            for sort, count in self._failures.most_common(1):
+                why = f"{count} failed with: {self._examples[sort]}. {why}"
             raise NothingToTrain(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
-                f"train ({reasons}). {WHY_FAILED if failing else WHY_DROPPED} "
+                f"train ({reasons}). {why} "
                 "orchestrator.max_empty_batches sets the patience."
             )
 

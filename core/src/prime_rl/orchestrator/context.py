@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from prime_rl.config.contract import FrozenModel
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import entries
 from prime_rl.env.environment import Environment
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
@@ -130,7 +130,7 @@ def rendering_of(tokenizer_path: Path, renderer: Any) -> Any:
 
 
 def installed(group: str, package: str) -> Any:
-    for entry in entry_points(group=group):
+    for entry in entries(group):
         return entry.load()
     raise ConfigError(
         f"the run needs what {group} offers, and no installed distribution has an entry point of "

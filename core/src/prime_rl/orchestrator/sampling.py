@@ -120,6 +120,7 @@ class Sampling(Observer):
                 "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
                 *(env, group.example_id, group.group_id, kind, result.error),
             )
+            self.buffer.note_failure(f"{kind}: {result.error}")
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
                 observer.rollout_failed(env, kind, result.num_sampled, result.num_turns)

@@ -62,4 +62,4 @@ class RunView(Offer):
         ``saved``: this attempt has trained, and its weights are in ``<run>/weights``.
         ``command``: the command line of the run, which ``--resume`` continues.
         """
-        self.print(f"stopped; what was done so far is in {self.run_dir}")
+        self.print(f"stopped: {self.run_dir}")

@@ -18,11 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, SupportsFloat, TypeAlias
 
+from prime_rl.entries import entries
 from prime_rl.errors import PluginError, PrimeRLError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
@@ -84,8 +85,8 @@ RUNNING: dict[int, Call] = {}
 def _entry_of(module: str) -> EntryPoint | None:
     """The entry point of the plugin that has a module; None for core's own."""
     top = module.partition(".")[0]
-    entries = (e for group in (PROJECT, TRAINER_GROUP) for e in entry_points(group=group))
-    found = (e for e in entries if e.module.partition(".")[0] == top != "prime_rl")
+    installed = (e for group in (PROJECT, TRAINER_GROUP) for e in entries(group))
+    found = (e for e in installed if e.module.partition(".")[0] == top != "prime_rl")
     return next(found, None)
 
 

@@ -13,12 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from prime_rl.entries import (
+    DISABLE,
+    entries,
+    installed_entries,
+    leaving_out,
+    names_of,
+)
 from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
@@ -34,9 +41,6 @@ if TYPE_CHECKING:
 TRACE = "PRIME_RL_TRACE"
 """Environment variable: print every hook call, by the function in the entry-point group
 ``prime_rl.tracers``."""
-
-DISABLE = "PRIME_RL_DISABLE"
-"""Environment variable: names of plugins or distributions that no command loads, after commas."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Hooks(pluggy.PluginManager):
                 known = _name(impl), caller.name, plugin, impl.argnames
                 impl.function = run_as(*known, impl.function)  # type: ignore[misc]
         if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
-            if not (tracers := entry_points(group="prime_rl.tracers")):
+            if not (tracers := entries("prime_rl.tracers")):
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
             for entry in tracers:
                 entry.load()(self, registered, self.label)
@@ -199,15 +203,14 @@ def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.n
 def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks:
     """Load every installed plugin of an entry-point group, in name order. The same ones give the
     same object: register nothing in it. Raises ``PluginError``."""
-    return _load(group, frozenset([*disabled, *disabled_names()]), (*installed_entries(group),))
+    with leaving_out(disabled):
+        return _load(group, (*entries(group),))
 
 
 @cache
-def _load(group: str, without: frozenset[str], entries: tuple[EntryPoint, ...]) -> Hooks:
+def _load(group: str, loaded: tuple[EntryPoint, ...]) -> Hooks:
     hooks = Hooks(group)
-    for entry in entries:
-        if without and without & names_of(entry):
-            continue
+    for entry in loaded:
         source = source_of(entry)
         if first := hooks.sources.get(entry.name):
             raise PluginError(
@@ -252,16 +255,6 @@ def source_of(entry: EntryPoint) -> Origin:
     if entry.dist is None:
         return Origin(entry.name, "unknown distribution", "")
     return Origin(entry.name, entry.dist.name, entry.dist.version)
-
-
-def names_of(entry: EntryPoint) -> set[str]:
-    """What ``plugins.disabled`` may call a plugin: its entry point, or its distribution."""
-    return {entry.name, source_of(entry).distribution}
-
-
-def installed_entries(group: str) -> list[EntryPoint]:
-    """Entry points of a group, in name order."""
-    return sorted(entry_points(group=group), key=lambda entry: entry.name)
 
 
 def core_misfit(entry: EntryPoint) -> str:

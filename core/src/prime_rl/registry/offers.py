@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from sys import modules
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +22,7 @@ from prime_rl.config.orchestrator import (
 )
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, PluginError, PrimeRLError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
@@ -296,6 +296,6 @@ def make_transport(table: WeightBroadcastConfig, hooks: Hooks) -> WeightTranspor
 
 def bringer(kind: str, name: str) -> str | None:
     """The distribution that brings it, as index packages declare under ``prime_rl.known``."""
-    for entry in entry_points(group="prime_rl.known", name=f"{kind}.{name}"):
+    for entry in entries("prime_rl.known", name=f"{kind}.{name}"):
         return str(entry.value).replace("_", "-")
     return None

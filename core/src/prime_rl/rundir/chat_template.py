@@ -10,6 +10,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
+from prime_rl.errors import RunError
 from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.status import replace_text
 
@@ -25,7 +28,12 @@ def write_chat_template(run_dir: Path, chosen: ChatTemplate) -> None:
 def read_chat_template(run_dir: Path) -> ChatTemplate | None:
     """The run's choice; None before it is made."""
     path = run_dir / CHOICE
-    return ChatTemplate(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ChatTemplate)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
 
 
 def put_chat_template(run_dir: Path, folder: Path) -> None:

@@ -15,10 +15,12 @@ last. A complete checkpoint never changes: a resume compares every file with its
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -116,6 +118,38 @@ def whole_steps(run_dir: Path) -> list[int]:
     return sorted(c.step for c in map(Checkpoint, numbered) if c.is_whole)
 
 
+def last_trained(run_dir: Path) -> int:
+    """The last step in ``trainer.jsonl``; 0 if there is none."""
+    try:
+        lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
+    except OSError:
+        return 0
+    last = 0
+    for line in lines[-2:]:  # the last one may be written just now
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            if line.endswith(b"\n"):
+                last = max(last, int(json.loads(line)["step"]))
+    return last
+
+
+def would_repeat(run_dir: Path) -> range:
+    """The trained steps that no checkpoint has: if the run ends now, a resume trains them again."""
+    saved = max(whole_steps(run_dir), default=0)
+    return range(saved + 1, last_trained(run_dir) + 1)
+
+
+def durable(run_dir: Path) -> str:
+    """What a run that ends now keeps: ``newest checkpoint: step 37; steps 38 to 148 ...``."""
+    saved, repeated = max(whole_steps(run_dir), default=0), would_repeat(run_dir)
+    newest = f"newest checkpoint: step {saved}" if saved else "no checkpoint yet"
+    if not repeated:
+        return newest
+    steps = f"steps {repeated[0]} to {repeated[-1]}"
+    if len(repeated) == 1:
+        steps = f"step {repeated[0]}"
+    return f"{newest}; {steps} will be trained again"
+
+
 def complete(run_dir: Path, step: int) -> Checkpoint:
     """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
@@ -165,8 +199,10 @@ def remove(checkpoint: Checkpoint) -> None:
 def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
     """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
     ``in_use``. With ``best``, what has not been evaluated stays."""
-    path = checkpoints_dir(run_dir) / BEST
-    best, measured = msgspec.json.decode(path.read_bytes()) if path.exists() else (None, 0)
+    best, measured = None, 0
+    with suppress(OSError, ValueError, RecursionError):  # without it, all that `best` may need stay
+        path = checkpoints_dir(run_dir) / BEST
+        best, measured = msgspec.json.decode(path.read_bytes(), type=tuple[int | None, int])
     for step in config.superseded(whole_steps(run_dir)):
         kept = config.best is not None and (step == best or step > measured)
         if step not in in_use and not kept:

@@ -30,6 +30,7 @@ import psutil
 
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import read_status
+from prime_rl.rundir.checkpoints import durable, would_repeat
 from prime_rl.rundir.status import DONE, names_in, replace_text
 
 RECORD = "status/supervisor.json"
@@ -137,6 +138,8 @@ class Stop:
         marker = self._run_dir / STOP
         if self._asked() and not marker.exists():
             self._tell("stopping: saving weights (again: now)")
+            if would_repeat(self._run_dir):
+                self._tell(f"a second signal saves nothing; {durable(self._run_dir)}")
             marker.touch()
         return self._asked()
 

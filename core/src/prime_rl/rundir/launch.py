@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.errors import RunError
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.status import names_in, replace_text
 
@@ -82,11 +83,13 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
 
     @classmethod
     def read(cls, run_dir: Path) -> Launch:
-        return msgspec.json.decode((run_dir / "configs" / "launch.json").read_bytes(), type=cls)
+        """Raises ``RunError`` if the file is missing or damaged."""
+        path = run_dir / "configs" / "launch.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
 
-
-LOCAL = ("localhost", "127.0.0.1", "::1")
-"""Loopback names of this machine."""
 
 READY = ".ready"
 """Marker file in a model folder that is complete."""

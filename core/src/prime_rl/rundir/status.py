@@ -7,15 +7,21 @@ reporter never blocks.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
 
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.attempts import check_current
+
+log = logging.getLogger(__name__)
 
 DONE = "done"
 """The last state of a process that finished its work."""
@@ -101,6 +107,35 @@ def trainer_works(run_dir: Path) -> bool:
     if report is None or report.state == DONE:
         return False
     return not str(report.waiting_for).startswith(("orchestrator", "engines"))
+
+
+class HasStep(TypedDict):
+    """A line of a file with one line per step; its other keys are anything."""
+
+    step: int
+
+
+def read_rows(path: Path, shape: Any = HasStep) -> list[dict[str, Any]]:
+    """The complete lines of a JSONL file of a run that have a ``shape``, with all their keys; none
+    without the file. A line of another shape, which a crash or an editor has left, is logged and
+    left out: it must not end a run or hide the others."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, got {type(row).__name__}")
+            msgspec.convert(row, shape)
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            log.warning("%s, line %d is left out: %s", path, number, error)
+    return rows
 
 
 class Tail:

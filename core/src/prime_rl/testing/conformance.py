@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Literal, TypeAlias
 
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.algorithm import Algorithm, Host
 from prime_rl.testing.host import conformance_host
@@ -87,7 +87,7 @@ Check: TypeAlias = Callable[[Any], None]
 
 def installed_suite() -> Any:
     """Its ``CHECKS`` by name, and its ``conformance``. Raises ``ConfigError`` if there is none."""
-    for entry in entry_points(group="prime_rl.checks", name="algorithm"):
+    for entry in entries("prime_rl.checks", name="algorithm"):
         return entry.load()
     raise ConfigError(
         "the conformance checks of algorithms are not installed. pip install prime-rl, which "
@@ -116,7 +116,7 @@ CHECKS: Mapping[str, Check] = Checks()
 def prove(algorithm: Algorithm, **options: Any) -> Any:
     """The exact expected update of an algorithm: a ``Proof``. ``options`` as those of the command
     ``plugins prove``, which prime-rl-devkit brings. Raises ``ConfigError`` without it."""
-    for entry in entry_points(group="prime_rl.checks", name="prove"):
+    for entry in entries("prime_rl.checks", name="prove"):
         return entry.load()(algorithm, **options)
     raise ConfigError("the estimator lab is not installed. pip install 'prime-rl-devkit[lab]'")
 

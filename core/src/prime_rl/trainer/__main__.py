@@ -31,6 +31,7 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.proxies import LOCAL
 from prime_rl.registry.calls import fault
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
@@ -41,7 +42,7 @@ from prime_rl.registry.offers import (
     make_transport,
     make_tuning,
 )
-from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
+from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, RANK_GONE, Status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank

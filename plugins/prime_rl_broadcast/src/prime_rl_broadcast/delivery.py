@@ -23,7 +23,7 @@ import msgspec
 
 from prime_rl import EngineError, EngineGone, ReceivingEngine, WeightDelivery, Weights
 from prime_rl.plugins.weight_transports import AnyEngine, Update
-from prime_rl.rundir.launch import LOCAL
+from prime_rl.proxies import LOCAL
 from prime_rl.weights.versions import FILES_WANTED, wait_for_files
 from prime_rl_broadcast.group import FOLDER, Backend, BroadcastGroup
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from prime_rl.entries import DISABLE
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.registry.components import installed_losses
-from prime_rl.registry.manager import DISABLE, GROUPS, Origin
+from prime_rl.registry.manager import GROUPS, Origin
 from prime_rl.registry.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import Outcome, Report, Status, conformance
 from prime_rl_devkit.facts import Plugin, described, installed, load

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from prime_rl import Loss
+from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.registry.checks import CONTRACT_VERSION, marked_hooks
 from prime_rl.registry.components import Component
@@ -21,8 +22,6 @@ from prime_rl.registry.manager import (
     add_entry,
     core_misfit,
     disabled_names,
-    installed_entries,
-    names_of,
     source_of,
 )
 from prime_rl.registry.offers import KINDS, Kind, Offered, collect
@@ -89,11 +88,10 @@ def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
 
 def installed(limit: float = SECONDS) -> Iterator[Plugin]:
     """Every plugin of both entry-point groups, broken ones included."""
-    skip = {*disabled_names()}
+    disabled_names()  # an unknown name is an error
     for group in GROUPS:
         taken: dict[tuple[str, str], Origin] = {}
-        found = [entry for entry in installed_entries(group) if not skip & names_of(entry)]
-        for entry in sorted(found, key=lambda entry: entry.name):
+        for entry in entries(group):
             plugin = load(entry, source_of(entry), limit)
             names = [("plugin", entry.name), *((k.name, o.cls.name) for k, o in plugin.offers)]
             for what in names:

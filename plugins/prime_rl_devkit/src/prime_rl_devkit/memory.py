@@ -18,10 +18,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from prime_rl.entries import entries
 from prime_rl.registry.manager import GROUPS
 
 Rows = list[dict[str, Any]]
@@ -62,7 +62,7 @@ def _key() -> str:
     dists = [
         (each.name, each.value, group, each.dist and each.dist.read_text("METADATA"))
         for group in GROUPS
-        for each in entry_points(group=group)
+        for each in entries(group)
     ]
     return _digest(repr((sys.version, sys.path, sorted(named.items()), dists)))
 

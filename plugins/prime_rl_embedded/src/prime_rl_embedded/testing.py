@@ -171,7 +171,7 @@ def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 600)
         assert process.poll() is None, f"the server ended with code {process.returncode}"
         assert time.monotonic() < deadline, f"the server is not healthy after {seconds} s"
         try:
-            if httpx.get(f"{url}/health").is_success:
+            if httpx.get(f"{url}/health", trust_env=False).is_success:
                 return
         except httpx.TransportError:
             time.sleep(0.05)
@@ -185,7 +185,7 @@ def serve(model: Path, **options: Any) -> Iterator[Served]:
     process = start(model, port, **options)
     try:
         wait_healthy(url, process)
-        with httpx.Client(base_url=url, timeout=300) as http:
+        with httpx.Client(base_url=url, timeout=300, trust_env=False) as http:
             yield Served(url, process, http)
     finally:
         process.terminate()

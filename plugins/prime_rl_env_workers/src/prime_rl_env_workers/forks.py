@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from prime_rl.entries import DISABLE
 from prime_rl.env.loading import HANDED_ON
-from prime_rl.registry.manager import DISABLE
 
 FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES", DISABLE
 """Variables without a secret that rollouts' programs do not get, and workers do."""
@@ -90,6 +91,8 @@ class Forks:
         """End all workers, and what they have started."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+            with suppress(ProcessLookupError):
+                self._process.terminate()  # while it imports, it does not read its stdin
             await self._process.wait()
         if self._reader is not None:
             await self._reader

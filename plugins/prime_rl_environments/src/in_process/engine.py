@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -28,6 +29,8 @@ Span = tuple[int, int, int]
 """``(policy version, start, end)``: the completion's tokens ``[start, end)`` were sampled by
 that version."""
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+"""Not asked through the environment's proxies; other hosts are."""
 IDLE_SECONDS = 2.0
 """Close idle connections before the engine does (uvicorn: after 5 s), because a POST on a closing
 connection fails."""
@@ -137,6 +140,7 @@ class EngineConnection:
         self.session = aiohttp.ClientSession(
             headers=headers,
             timeout=timeout,
+            trust_env=urlsplit(base_url).hostname not in THIS_MACHINE,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         )
         root = base_url.rstrip("/").removesuffix("/v1")

@@ -20,12 +20,13 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
 from prime_rl.env.episode import RolloutResult
+from prime_rl.rundir.status import read_rows
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
@@ -52,6 +53,14 @@ CANCEL_SECONDS = 10.0
 """How long a cancelled rollout may take to end."""
 
 
+@dataclass(kw_only=True)
+class EvalLine(EvalResult):
+    """What a line of ``evals.jsonl`` has."""
+
+    step: int
+    when: str
+
+
 class EvalLog:
     """The results of every attempt at a run, in ``evals.jsonl``: one per line."""
 
@@ -62,9 +71,8 @@ class EvalLog:
         self.results: dict[str, list[EvalResult]] = {BEFORE: [], DURING: [], AFTER: []}
         """In the order of measurement, by when they were measured."""
         names = [each.name for each in fields(EvalResult)]
-        for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else []:
-            row = json.loads(line)
-            result = EvalResult(**{name: row[name] for name in names})
+        for row in read_rows(self.path, EvalLine):
+            result = EvalResult(**{name: row[name] for name in names if name in row})
             self.results[BEFORE if row["when"] == BEFORE else DURING].append(result)
 
     def append(self, when: str, result: EvalResult) -> None:
@@ -324,4 +332,8 @@ def began_with(run_dir: Path, first_step: int) -> int:
     if not attempts:
         return first_step - 1
     first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
-    return int(json.loads(first.read_text("utf-8")).get("first_step", 1)) - 1
+    try:
+        return int(dict(json.loads(first.read_bytes())).get("first_step", 1)) - 1
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning("%s cannot be read, so the run counts as new: %s", first, error)
+        return 0

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import RunConfig
+from prime_rl.entries import entries
 from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, make
 from prime_rl_app.gpus import num_engines
@@ -271,7 +271,7 @@ def host(facts: Facts) -> Parts:
     # A reader of files copies what a rank keeps straight to its place, out of the page cache.
     half = _in_half(facts.config, facts.machines)
     parts = {}
-    if not (entry_points(group="prime_rl.weight_readers") and (facts.ranks > 1 or half)):
+    if not (entries("prime_rl.weight_readers") and (facts.ranks > 1 or half)):
         parts["ranks read the model (float32)"] = 4.0 * facts.weights * local
     held = facts.measured["peaks"]["update"]
     if moments := held.get(ON_HOST, 0):

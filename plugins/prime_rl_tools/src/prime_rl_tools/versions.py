@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prime_rl import Observer
+from prime_rl.entries import entries, leaving_out
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.registry.manager import Hooks, disabled_names, installed_entries, source_of
+from prime_rl.registry.manager import Hooks, source_of
 
 PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
 """Distributions whose version may decide what a run does."""
@@ -33,10 +34,8 @@ def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) ->
     """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins. The
     trainer's are those that it will load, without importing them here."""
     plugins = [(source, hooks.group) for source in hooks.sources.values()]
-    skip = {*disabled, *disabled_names()}
-    for entry in installed_entries(TRAINER_GROUP):
-        if entry.name not in skip:
-            plugins.append((source_of(entry), TRAINER_GROUP))
+    with leaving_out(disabled):
+        plugins += [(source_of(entry), TRAINER_GROUP) for entry in entries(TRAINER_GROUP)]
     packages = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

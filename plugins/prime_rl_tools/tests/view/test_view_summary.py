@@ -253,7 +253,8 @@ def test_a_stop_without_a_trained_step_writes_no_summary(tmp_path):
 def test_a_run_that_was_ended_at_once_names_its_last_checkpoint(tmp_path):
     whole(tmp_path, 2)
     assert printed_at_stop(tmp_path).splitlines() == [
-        f"stopped; what was done so far is in {tmp_path}",
+        "stopped at once; newest checkpoint: step 2",
+        f"Run directory   {tmp_path}",
         "Resume with     prime-rl run a.toml --resume",
     ]
 

@@ -2,15 +2,19 @@
 
 import json
 import re
+import socket
 import threading
+from contextlib import ExitStack
 from urllib.parse import quote
 
 import httpx
 import pytest
 from report_runs import make_run
+from waiting import eventually
 
 from prime_rl.errors import ConfigError
 from prime_rl_app.rollouts import read_step, step_files
+from prime_rl_tools.watch import server as watch_server
 from prime_rl_tools.watch.server import Server, Watched
 
 
@@ -81,3 +85,45 @@ def test_the_frozen_page_is_one_file(server):
 def test_a_port_that_is_taken_is_named(server, run_dir):
     with pytest.raises(ConfigError, match=f"--port {server.server_port}: "):
         Server(Watched([run_dir]), server.server_port)
+
+
+def threads_of(server):
+    return [each for each in threading.enumerate() if "process_request_thread" in each.name]
+
+
+def test_a_request_that_never_ends_frees_its_thread(run_dir, monkeypatch):
+    monkeypatch.setattr(watch_server._Handler, "timeout", 0.05)
+    server = Server(Watched([run_dir]))
+    server.start()
+    before = len(threads_of(server))
+    with ExitStack() as stack:
+        for text in (b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a"):
+            half = stack.enter_context(socket.create_connection(server.server_address))
+            half.sendall(text)
+            assert half.recv(1) == b""  # the server has closed it
+        eventually(lambda: len(threads_of(server)) <= before)
+        assert get(server.url)
+    server.close()
+
+
+def test_more_connections_than_there_is_room_for_are_closed_at_once(run_dir, monkeypatch):
+    monkeypatch.setattr(watch_server, "MOST_CONNECTIONS", 2)
+    server = Server(Watched([run_dir]))
+    server.start()
+    with ExitStack() as stack:
+        halves = [socket.create_connection(server.server_address) for _ in range(2)]
+        for half in halves:
+            stack.enter_context(half).sendall(b"GET /")
+        eventually(lambda: not server._room._value)
+        third = stack.enter_context(socket.create_connection(server.server_address))
+        assert third.recv(1) == b""
+    eventually(lambda: server._room._value == 2)
+    assert get(server.url)
+    server.close()
+
+
+def test_every_answer_has_a_policy_that_loads_nothing_from_elsewhere(server):
+    for url in (server.url, f"{server.url}report.html", f"{server.url}chunk-99"):
+        policy = httpx.get(url).headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; ") and "frame-ancestors 'none'" in policy
+        assert "http" not in policy and "*" not in policy

@@ -124,7 +124,7 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout
                 f"{_tail(log)}"
             )
         try:
-            if httpx.get(f"{url}/health", timeout=5.0).is_success:
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
                 return
         except httpx.TransportError:
             pass

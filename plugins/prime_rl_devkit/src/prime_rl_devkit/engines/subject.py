@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import httpx
 
+from prime_rl.proxies import is_loopback
 from prime_rl_devkit.engines.reference import Reference
 from prime_rl_devkit.engines.replies import Choice, Reply, read_reply
 from prime_rl_devkit.verdicts import Broken, NotApplicable
@@ -72,7 +73,12 @@ class EngineSubject:
         """Raises ``ValueError`` for a required feature in ``lacks``."""
         if unknown := sorted(set(self.lacks) - set(OPTIONAL)):
             raise ValueError(f"lacks: {unknown} are not optional; these are: {sorted(OPTIONAL)}")
-        self.http = httpx.Client(base_url=self.url, timeout=self.timeout, verify=self._is_tls)
+        self.http = httpx.Client(
+            base_url=self.url,
+            timeout=self.timeout,
+            verify=self._is_tls,
+            trust_env=not is_loopback(self.url),
+        )
         self.moved = False
         """The engine may be paused, asleep or serving other weights: ``restore`` has work."""
         self._references: dict[Path, Reference] = {}
@@ -181,7 +187,11 @@ class EngineSubject:
     async def _replies(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Reply]:
         limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         async with httpx.AsyncClient(
-            base_url=self.url, timeout=self.timeout, limits=limits, verify=self._is_tls
+            base_url=self.url,
+            timeout=self.timeout,
+            limits=limits,
+            verify=self._is_tls,
+            trust_env=not is_loopback(self.url),
         ) as http:
             gate = asyncio.Semaphore(at_once)
 

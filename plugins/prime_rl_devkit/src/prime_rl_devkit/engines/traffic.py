@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from prime_rl.proxies import is_loopback
 from prime_rl_devkit.engines.logprobs import same_choice
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.subject import GENERATE, EngineSubject
@@ -80,6 +81,7 @@ async def _leave(engine: EngineSubject, neighbour: dict[str, Any], others: int, 
 
     limits = httpx.Limits(max_connections=others + 2)
     options: dict[str, Any] = {"base_url": engine.url, "timeout": engine.timeout, "verify": False}
+    options["trust_env"] = not is_loopback(engine.url)
     async with httpx.AsyncClient(limits=limits, **options) as http:
         bodies = [
             engine.body(prompt_of(engine, 4, i), max_tokens=long, seed=i) for i in range(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
+from prime_rl.proxies import is_loopback, settle
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.launch import Launch
 from prime_rl_app.config import (
@@ -223,10 +225,13 @@ def find_endpoint(
     url = base_url.rstrip("/")
     if not re.match(r"https?://[^/]+", url):
         raise ConfigError(f"--base-url: expected http(s)://HOST[:PORT]/v1, got {base_url!r}")
+    settle(os.environ, [url])
     key = read_key(api_key_var)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(f"{url}/models", headers=headers, timeout=PROBE_SECONDS)
+        answer = httpx.get(
+            f"{url}/models", headers=headers, timeout=PROBE_SECONDS, trust_env=not is_loopback(url)
+        )
     except httpx.HTTPError as error:
         raise ConfigError(
             f"--base-url: {url} does not answer ({type(error).__name__}: {error}). Start the model "
@@ -246,7 +251,9 @@ def find_endpoint(
 
 def _check_tokens(root: str, headers: Mapping[str, str]) -> None:
     route = f"{root}/inference/v1/generate"
-    status = httpx.post(route, headers=headers, json={}, timeout=PROBE_SECONDS).status_code
+    remote = not is_loopback(root)
+    answer = httpx.post(route, headers=headers, json={}, timeout=PROBE_SECONDS, trust_env=remote)
+    status = answer.status_code
     if status in (404, 405):
         raise ConfigError(
             f"--base-url: POST {route} answers {status}, expected 400: a run's renderer sends "

@@ -19,6 +19,7 @@ import psutil
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.rundir.status import read_rows
 from prime_rl_app.config import load_config
 
 RECORD = "race.json"
@@ -230,8 +231,4 @@ def _tokens(run_dir: Path, step: int | None = None) -> int:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that a process still writes."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return read_rows(path)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
-from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl.rundir.checkpoints import durable, whole_steps
 from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.outcomes import outcomes_style, outcomes_text
 from prime_rl_tools.view.summary import read_curve, restarts_text
@@ -123,7 +123,8 @@ def print_stop(
     if saved:
         _print_line(console, f"Weights         {run_dir / 'weights'}")
     elif step is None:
-        _print_line(console, f"stopped; what was done so far is in {run_dir}")
+        _print_line(console, f"stopped at once; {durable(run_dir)}")
+        _print_line(console, f"Run directory   {run_dir}")
     else:
         _print_line(console, f"stopped before a step was trained: no weights in {run_dir}")
     steps = whole_steps(run_dir)

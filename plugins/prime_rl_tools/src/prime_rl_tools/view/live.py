@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,7 +26,7 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
 from prime_rl.plugins.status import StatusReport, read_status
-from prime_rl.rundir.status import DONE, ENGINES, Tail
+from prime_rl.rundir.status import DONE, ENGINES, HasStep, Tail
 from prime_rl_app.runs import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
@@ -265,7 +266,11 @@ class MetricsTail:
     def read_new(self) -> None:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+                msgspec.convert(row, HasStep)
+            except (ValueError, RecursionError):
+                continue  # damaged; `doctor` and the report say so
             self.latest |= row
             if row["step"] > self._timed.get("step", 0) and "time/step" in row:
                 self._timed = {"step": row["step"]}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+import msgspec
+
+from prime_rl.rundir.status import read_rows
 from prime_rl_tools.view.outcomes import REWARD as REWARD
 from prime_rl_tools.view.outcomes import mean_outcomes, read_batches
 
@@ -26,7 +30,9 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     window = min(WINDOW, (len(values) + 1) // 2)
     shares = mean_outcomes(read_batches(run_dir / "metrics.jsonl"))
     versions = run_dir / "plugins.json"
-    plugins = json.loads(versions.read_text("utf-8"))["plugins"] if versions.exists() else []
+    plugins: list[dict[str, str]] = []
+    with suppress(OSError, ValueError, RecursionError):  # else the summary is without them
+        plugins = msgspec.json.decode(versions.read_bytes(), type=_Plugins).plugins
     return {
         "steps": len(values),
         "stopped_at": stopped_at,
@@ -43,12 +49,18 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     }
 
 
+class _Plugins(msgspec.Struct):
+    plugins: list[dict[str, str]]
+
+
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of ``recoveries.jsonl``: what made the run go back to a checkpoint."""
-    path = run_dir / LOG
-    return (
-        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-    )
+    return read_rows(run_dir / LOG, _Restart)
+
+
+class _Restart(TypedDict):
+    cause: str
+    lost_seconds: float
 
 
 def restarts_text(restarts: Sequence[Mapping[str, Any]]) -> str:
@@ -70,20 +82,27 @@ def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
     """The lines of ``evals.jsonl``, by when they were measured. ``last``: the last step of the run.
     What an earlier attempt measured after its training was measured during that of the run."""
     found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
-    path = run_dir / "evals.jsonl"
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        result = json.loads(line)
+    for result in read_rows(run_dir / "evals.jsonl", _Eval):
         step, when = result.pop("step"), result.pop("when")
         found["during" if when == "after" and step < last else when].append(result)
     return found
 
 
+class _Eval(TypedDict):
+    """What is printed of a line."""
+
+    step: int
+    when: Literal["before", "during", "after"]
+    env: str
+    reward: float
+    num_rollouts: int
+    num_failed: int
+
+
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
     """``(step, value)`` of every line of ``metrics.jsonl`` that has this metric."""
-    if not path.exists():
-        return []
-    rows = (json.loads(line) for line in path.read_text("utf-8").splitlines())
-    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    rows = read_rows(path)
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
 def _plot_curve(

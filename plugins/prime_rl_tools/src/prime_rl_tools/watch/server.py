@@ -36,6 +36,24 @@ WAIT_SECONDS = 20.0
 """How long a request for news waits before it is answered with nothing."""
 
 
+REQUEST_SECONDS = 30.0
+"""How long a connection may be silent before its request is whole, or its answer is read."""
+MOST_CONNECTIONS = 64
+"""Each has a thread."""
+POLICY = "; ".join(
+    [
+        "default-src 'none'",  # the page is one file: a value that became markup loads nothing
+        "script-src 'unsafe-inline'",
+        "style-src 'unsafe-inline'",
+        "img-src data: blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+
+
 class Watched:
     """Some runs, read by one thread, and pages that wait for what is new in them."""
 
@@ -112,6 +130,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, watched: Watched, port: int = 0) -> None:
         """``port``: 0 for a free one. Raises ``ConfigError`` if it is taken."""
         self.watched, self.token = watched, secrets.token_urlsafe(16)
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -128,6 +147,19 @@ class Server(ThreadingHTTPServer):
         for work in (self.watched.follow, self.serve_forever):
             threading.Thread(target=work, daemon=True, name=f"watch {work.__name__}").start()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; close the connection at once if there are too many."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
     def close(self) -> None:
         self.watched.close()
         self.shutdown()
@@ -137,6 +169,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
+    timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -177,6 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", POLICY)
         if as_file:
             name = self.server.watched.run_dirs[0].resolve().name
             self.send_header("Content-Disposition", f'attachment; filename="{name}.html"')

@@ -1,0 +1,75 @@
+"""The orchestrator's process: how it ends."""
+
+import asyncio
+
+import pytest
+
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import EngineError
+from prime_rl.orchestrator import __main__ as process
+from prime_rl.rundir.control import STOP
+from prime_rl.rundir.directory import new_attempt
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import DONE, Status
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    new_attempt(tmp_path)
+    launch = Launch(
+        model_path="m",
+        served_model_name="m",
+        engine_urls=[],
+        transport_type="files",
+        transport_host="",
+        transport_ports=[],
+    )
+    launch.write(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def codes(monkeypatch):
+    """The exit codes of processes whose closing hangs."""
+    codes = []
+    monkeypatch.setattr(process, "_exit_within", lambda seconds, code: codes.append(code))
+    return codes
+
+
+@pytest.fixture
+def run(run_dir, monkeypatch):
+    """Runs the orchestrator with another way of being built."""
+
+    async def run_with(build, during=None):
+        async def build_it(stack, run):
+            return await build()
+
+        monkeypatch.setattr(process, "_build", build_it)
+        status = Status(run_dir / "status" / "orchestrator.json")
+        config = RunConfig(model={"name": "m"}, max_steps=1)
+        task = asyncio.create_task(process._run(run_dir, config, status))
+        if during is not None:
+            await during(task)
+        with pytest.raises((asyncio.CancelledError, EngineError)):
+            await task
+        return status.last
+
+    return run_with
+
+
+async def test_a_stop_while_starting_ends_with_code_0_also_where_closing_hangs(run, run_dir, codes):
+    async def build():
+        (run_dir / STOP).touch()
+        await asyncio.Event().wait()
+
+    last = await run(build)
+    assert (last.state, last.detail["last_step"]) == (DONE, 0)
+    assert codes == [0]
+
+
+async def test_a_start_that_fails_ends_with_code_1_also_where_closing_hangs(run, codes):
+    async def build():
+        raise EngineError("no engine answers")
+
+    assert (await run(build)).state == "failed"
+    assert codes == [1]

@@ -1,0 +1,63 @@
+"""Files of a run that were damaged: a bad line ends nothing and hides no other line."""
+
+import json
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prime_rl.errors import RunError
+from prime_rl.rundir.chat_template import CHOICE, read_chat_template
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import read_rows
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+)
+BAD = [
+    "[]",
+    "null",
+    "3",
+    '"text"',
+    "{}",
+    '{"step": "4"}',
+    '{"step": null}',
+    '{"step": 1',
+    "[" * 9999,
+]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_line_of_another_shape_is_named_and_left_out(tmp_path, line, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"step": 1, "x": NaN}}\n\n{line}\n{{"step": 2, "y": [3]}}\n{{"step": 3')
+    with caplog.at_level(logging.WARNING):
+        rows = read_rows(path)
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["y"] == [3]
+    assert f"{path}, line 3 is left out: " in caplog.text
+
+
+def test_a_file_that_does_not_exist_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / "rows.jsonl") == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=9)))
+def test_whatever_the_lines_are_the_good_ones_are_read(tmp_path, lines):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b"\n".join(lines) + b'\n{"step": 2}\n')
+    rows = read_rows(path)
+    assert rows[0] == {"step": 1} and rows[-1] == {"step": 2}
+    assert all(isinstance(row["step"], int) for row in rows)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=9))
+def test_a_damaged_record_is_an_error_with_its_path(tmp_path, text):
+    (tmp_path / "configs").mkdir(exist_ok=True)
+    for name, read in (("configs/launch.json", Launch.read), (CHOICE, read_chat_template)):
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(RunError, match=f"{name} cannot be read"):
+            read(tmp_path)
