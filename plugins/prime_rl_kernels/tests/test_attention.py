@@ -14,12 +14,13 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 from transformers import Llama4ForCausalLM, Llama4TextConfig, PreTrainedModel
+from written_elements import WrittenElements
 
 from prime_rl import ConfigError
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl_kernels import attention
-from prime_rl_kernels.attention import NAMES, Documents, register
+from prime_rl_kernels.attention import NAMES, Continuation, Documents, Inputs, register
 from prime_rl_kernels.packing import Packed
 
 CPU = torch.device("cpu")
@@ -102,6 +103,44 @@ def test_attention_within_chunks_is_refused_for_any_length_of_the_row() -> None:
     model.set_attn_implementation(NAMES["varlen"])
     with pytest.raises(ConfigError, match="Llama4TextAttention attends within chunks"):
         model.model(input_ids=torch.tensor([[1, 2, 3]]), documents=Documents((3,), CPU))
+
+
+def backward_elements(documents: Documents, num_tokens: int, window: int | None) -> int:
+    """What the backward pass of the loop over runs writes."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, 8, requires_grad=True) for heads in (4, 2, 2)
+    )
+    output = attention._varlen(Inputs(query, key, value, None, window, documents))
+    with WrittenElements() as written:
+        output.sum().backward()
+    return written.number
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_pass_of_documents_is_linear_in_their_number(window: int | None) -> None:
+    """Neighbors of unequal length are runs of their own."""
+
+    def elements(num_pairs: int) -> int:
+        return backward_elements(Documents((7, 5) * num_pairs, CPU), 12 * num_pairs, window)
+
+    assert elements(64) < 16 * 1.1 * elements(4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_pass_of_continuations_is_linear_in_their_number(window: int | None) -> None:
+    """A prompt of 6 tokens, and continuations of 4 and 2 tokens in turn."""
+
+    def elements(num_pairs: int) -> int:
+        runs = []
+        start = 6
+        for length in (4, 2) * num_pairs:
+            keys = torch.cat([torch.arange(6), torch.arange(start, start + length)])
+            runs.append(Continuation(1, length, 6 + length, keys))
+            start += length
+        return backward_elements(Documents((6,), CPU, tuple(runs)), start, window)
+
+    assert elements(64) < 16 * 1.1 * elements(4)
 
 
 @pytest.fixture

@@ -83,6 +83,11 @@ class Documents:
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return to_device(index, np.int32, self.device)
 
+    @cached_property
+    def continued_keys(self) -> Tensor:
+        """[sum of n * K] int64: ``key_index`` of all continuations, run after run."""
+        return torch.cat([run.key_index for run in self.continuations])
+
     @property
     def boundaries(self) -> dict[str, Tensor]:
         """Under the names that transformers hands to kernels of recurrent and convolution layers
@@ -188,22 +193,30 @@ def _varlen(inputs: Inputs) -> Tensor:
         window = None
     if _has_varlen_kernel(query):
         return _varlen_kernel(inputs, window)
-    # Queries and keys of each run, and where its keys lie if not at the queries themselves.
-    runs: list[tuple[int, int, int, Tensor | None]] = [
-        *((num, length, length, None) for num, length in documents.runs),
-        *((r.num, r.num_queries, r.num_keys, r.key_index) for r in documents.continuations),
+    # Each run's part by one split, not by a slice a run: the gradient of a slice is a tensor of the
+    # whole row, so that the backward pass would be quadratic in the number of runs.
+    continued = documents.continuations
+    shapes = [
+        *((num, length, length) for num, length in documents.runs),
+        *((run.num, run.num_queries, run.num_keys) for run in continued),
     ]
-    outputs, start = [], 0
-    for num, num_queries, num_keys, index in runs:
-        size, band = num * num_queries, None
-        q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
-        if index is not None:  # keys of the shared prefix and the continuation, side by side
-            k, v = (_fold(x[0].index_select(1, index), num) for x in (key, value))
-        if index is not None or window is not None:
+    sizes = [num * num_queries for num, num_queries, _ in shapes]
+    queries = query[0].split(sizes, 1)
+    keys = list(key[0].split(sizes, 1))
+    values = list(value[0].split(sizes, 1))
+    if continued:  # keys of the shared prefix and the continuation, side by side
+        num_alone = len(documents.runs)
+        num_read = [run.num * run.num_keys for run in continued]
+        keys[num_alone:] = key[0].index_select(1, documents.continued_keys).split(num_read, 1)
+        values[num_alone:] = value[0].index_select(1, documents.continued_keys).split(num_read, 1)
+    outputs = []
+    for (num, num_queries, num_keys), *columns in zip(shapes, queries, keys, values, strict=True):
+        q, k, v = (_fold(column, num) for column in columns)
+        band = None
+        if num_keys > num_queries or window is not None:
             band = _band(num_queries, num_keys, window or num_keys, query.device)
         output = _attend(q, k, v, band, inputs.scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
-        start += size
     return torch.cat(outputs)[None]
 
 
