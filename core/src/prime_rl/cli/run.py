@@ -53,6 +53,7 @@ def run(
     prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
     ```
     """
+    from prime_rl.run.libraries import weight_notes
     from prime_rl.run.models import check_tuning
     from prime_rl.run.resolve import check
     from prime_rl.rundir.directory import held, make_run_dir
@@ -63,6 +64,8 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
+    for note in weight_notes(config, hooks):
+        typer.echo(note, err=True)
     by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
     again = shlex.join([sys.argv[0] if by_path else NAME, "run", *paths, *overrides])
     if checkpoint is not None:

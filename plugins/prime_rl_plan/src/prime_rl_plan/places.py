@@ -13,6 +13,7 @@ from prime_rl.config.load import fitted, load_config
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import Hooks, disabled_names, load_plugins
 from prime_rl.run.gpus import VISIBLE, gpus_of, num_engines, num_ranks
+from prime_rl.run.libraries import weight_notes
 from prime_rl.run.resolve import build_engine, build_launcher, check
 from prime_rl_plan.devices import Machines
 
@@ -58,6 +59,7 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
         notes += [f"here prime-rl run would refuse it: {line}" for line in str(error).splitlines()]
     hooks = load_plugins(disabled=config.plugins.disabled)
+    notes += weight_notes(config, hooks)
     engine = build_engine(config, hooks)
     launcher = build_launcher(config, hooks)
     if launcher.is_remote:
