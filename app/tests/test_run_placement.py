@@ -233,6 +233,37 @@ def test_the_users_proxy_settings_apply_to_engines_elsewhere(tmp_path, monkeypat
     assert commands["orchestrator"].env["NO_PROXY"] == "localhost,127.0.0.1,::1"
 
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocators(commands):
+    """The settings of torch's allocator, by process."""
+    return {
+        name: {key: command.env[key] for key in ALLOCATOR if key in command.env}
+        for name, command in commands.items()
+    }
+
+
+def test_trainers_have_expandable_segments_and_no_other_process(tmp_path, monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    commands, _ = started(tmp_path, *SEVERAL)
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    found = allocators(commands)
+    assert {"trainer", "trainer_1", "inference", "orchestrator"} <= found.keys()
+    for name, settings in found.items():
+        assert settings == (expandable if name.startswith("trainer") else {}), name
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_users_settings_of_the_allocator_stay(tmp_path, monkeypatch, name):
+    for each in ALLOCATOR:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    commands, _ = started(tmp_path)
+    assert allocators(commands)["trainer"] == {name: "max_split_size_mb:64"}
+
+
 def test_a_trainer_node_gets_its_own_address(tmp_path):
     commands, _ = started(tmp_path, *SEVERAL)
     own = [commands[name].env["PRIME_RL_NODE_ADDRESS"] for name in ("trainer", "trainer_1")]

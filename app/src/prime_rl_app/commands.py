@@ -24,6 +24,11 @@ PYTHON = [sys.executable, "-P", "-m"]
 """``-P``: no file in the working directory replaces a module of Python's or a plugin."""
 MODEL, ORCHESTRATOR, TRAINER = "prime_rl_app.models", "prime_rl.orchestrator", "prime_rl.trainer"
 """The modules that these processes run."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Names of the settings of torch's allocator on a GPU."""
+EXPANDABLE = {ALLOCATOR[0]: "expandable_segments:True"}
+"""Rows of varied length otherwise leave pieces of memory that no later row fits into. Of trainers
+only: vLLM manages the memory that it gives back when it sleeps in its own way."""
 AGENT = "prime_rl_app.agent"
 """The module of the process that starts the trainer's ranks of one node."""
 
@@ -90,6 +95,9 @@ class Commands:
             return ProcessCommand(command.argv, log, env | dict(command.env), needs)
         if task.part == "trainer":
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
+            # The user's own settings replace ours, also on a machine that does not inherit them.
+            users = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+            env |= users or EXPANDABLE
             return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
         return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
 

@@ -13,7 +13,12 @@ RAW = re.compile(r"\bentry_points\(|\.entry_points\b|import .*\bentry_points\b|p
 
 
 def sources():
-    folders = (ROOT / "core", ROOT / "app", *ROOT.glob("prime_rl_*"), *(ROOT / "plugins").glob("prime_rl_*"))
+    folders = (
+        ROOT / "core",
+        ROOT / "app",
+        *ROOT.glob("prime_rl_*"),
+        *(ROOT / "plugins").glob("prime_rl_*"),
+    )
     files = [file for folder in folders for file in (folder / "src").rglob("*.py")]
     assert len(files) > 200
     return files

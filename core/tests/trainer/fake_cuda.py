@@ -164,10 +164,15 @@ def _numpy(tensor: Tensor, **options: Any) -> Any:
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
 
+_TO = nn.Module.to
+
+
 def _move(module: nn.Module, device: Any = None, dtype: Any = None) -> nn.Module:
-    """``module.to(device)``: torch cannot swap a fake parameter in place."""
+    """``module.to(device)``: torch cannot swap a fake parameter in place. It can swap shards."""
     if device is None:
         return module
+    if any(isinstance(each, DTensor) for each in module.parameters()):
+        return _TO(module, device)
     device = torch.device(device)
     moved: dict[int, nn.Parameter] = {}
     for each in module.modules():

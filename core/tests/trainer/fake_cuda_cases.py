@@ -70,6 +70,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+NO_GAP = mock.patch("prime_rl.trainer.self_check._gap", lambda *_: 0.0)
+"""The self-check reads values."""
 MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -118,20 +120,21 @@ def make_trainer(
     model: Callable[[], PreTrainedModel] = dense,
     settings: dict[str, Any] | None = None,
     folder: Path = Path(),
+    colocated: bool = False,
 ) -> Trainer:
-    """As the trainer's process makes it, with weights without values."""
+    """As the trainer's process makes it, with weights without values; colocated, on the host."""
     hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig(**{"loss": {"type": "default"}} | (settings or {}))
     # The others count and time on the host.
     observers = [o for o in make_observers(config.settings, hooks) if o.name in config.settings]
-    with torch.device("cuda"):
+    with torch.device("cpu" if colocated else "cuda"):
         made = model()
         if (tuning := make_tuning(config.settings, hooks)) is not None:
             tuning.peft_config = add_lora(made, tuning.config)
             made.prime_rl_tuning = tuning
-    with mock.patch("prime_rl.trainer.self_check._gap", lambda *_: 0.0):  # it reads values
+    with NO_GAP:
         trainer = Trainer(
-            *(made, Components.load(config, hooks), config, 10, observers),
+            *(made, Components.load(config, hooks), config, 10, observers, colocated),
             kernel=make_kernel(config, hooks),
             maker=make_optimizer(config.optim, hooks),
         )
@@ -168,6 +171,62 @@ def steps(
         "copied": copied(recorder, trainer),
         "staged": staged(recorder, trainer),
     }
+
+
+def in_turns(recorder: Recorder, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The default layout of one GPU: the trainer holds it for its step only, and its weights are at
+    home on the host. Where they are at each point, and what the second of two steps did."""
+    places: dict[str, Any] = {}
+    pinned: list[bool] = []
+    empty = torch.empty_like
+
+    def empty_like(*given: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        pinned.append(pin_memory)  # there is no driver to pin it
+        return empty(*given, **settings)
+
+    def look(trainer: Trainer, when: str) -> None:
+        states = [state for each in trainer.optimizers for state in each.state.values()]
+        tensors = [v for s in states for n, v in s.items() if torch.is_tensor(v) and n != "step"]
+        devices = {str(each.device) for each in [*trainer.policy.parameters(), *tensors]}
+        places[when] = sorted(devices)
+
+    with fake_ranks(1):
+        trainer = make_trainer(dense, settings, folder, colocated=True)
+        look(trainer, "made")
+        rows = [micro_batch(), micro_batch()]
+        for step in (1, 2):
+            recorder.clear()
+            trainer.memory.load()
+            look(trainer, f"loaded {step}")
+            loading = dict(recorder.waits)
+            recorder.clear()
+            with NO_GAP:  # on the first step: before, the trainer does not hold the device
+                trainer.train_step(step, rows)
+            done = {
+                "waits": dict(recorder.waits),
+                "kernels": dict(recorder.kernels),
+                "float32_products": dict(recorder.float32_products),
+                "collectives": dict(recorder.collectives),
+            }
+            weights = {str(each.dtype) for each in trainer.policy.parameters()}
+            recorder.clear()
+            pinned.clear()
+            with mock.patch("prime_rl.trainer.device.torch.empty_like", empty_like):
+                trainer.memory.unload()
+            places[f"new buffers {step}"] = [len(pinned), all(pinned)]
+            look(trainer, f"unloaded {step}")
+        return (
+            done
+            | {
+                "places": places,
+                "loading": loading,
+                "unloading": dict(recorder.waits),
+                "weight_dtypes": sorted(weights),
+                "packing": trainer.policy.packing.name,
+                "dtype": trainer.dtype,
+            }
+            | sharding(trainer)
+        )
 
 
 def copied(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
@@ -263,6 +322,7 @@ def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, 
 
     return {
         "dense": case(),
+        "in turns": lambda: in_turns(recorder, folder),
         "float32": case(dtype="float32"),
         "recompute": case(activation_checkpointing=1),
         "lora": case(lora={"rank": 4}),

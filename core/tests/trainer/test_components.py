@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from written_elements import WrittenElements
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, Rollout, Sample
 from prime_rl.config.trainer import LossTable
@@ -289,3 +291,27 @@ def test_a_loss_that_sums_over_groups_is_not_divided_by_tokens() -> None:
 
     with pytest.raises(ConfigError, match=r"trainer.loss.normalize_by is 'tokens', .* 'groups'"):
         installed_losses().with_rl(Pairwise(PluginConfig()), LossTable(normalize_by="tokens"))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_backward_pass_of_a_row_is_linear_in_its_units(scope: str, pack: Any) -> None:
+    """Rollouts of one sequence in groups of two."""
+    losses = installed_losses().with_rl(loss_of(scope))
+
+    def elements(number: int) -> int:
+        ids = np.arange(number, dtype=np.int32)
+        streams = {
+            "target": np.zeros(4 * number, np.float32),
+            "policy_lag": np.zeros(4 * number, np.int32),
+        }
+        batch = pack([[1, 2, 3, 4]] * number)
+        batch = replace(batch, rollout_ids=ids, group_ids=ids // 2, streams=streams)
+        row = make_row(batch, torch.device("cpu"))
+        logprobs = torch.full((4 * number,), -1.0, requires_grad=True)
+        entropies = torch.ones(4 * number, requires_grad=True)
+        result = row_loss(row, logprobs, losses, count_members([batch], losses), entropies)
+        with WrittenElements() as written:
+            result.loss.backward()
+        return written.number
+
+    assert elements(128) < 16 * 1.1 * elements(8)

@@ -55,6 +55,29 @@ def test_on_the_host_steps_with_and_without_it_are_bit_equal():
     )
 
 
+class OnGpu:
+    """A tensor on a GPU, as far as a move reads it."""
+
+    device = torch.device("cuda")
+    shape = torch.Size((2,))
+    dtype = torch.float32
+
+    def to(self, device, non_blocking=False):
+        return ("copied", device.type, non_blocking)
+
+
+def test_without_pinned_memory_the_state_moves_through_ordinary_memory(monkeypatch, caplog):
+    def refuse(*_, **settings):
+        assert settings["pin_memory"]
+        raise RuntimeError("out of host memory")
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    memory = Offload(nn.Linear(1, 1), [], torch.device("cuda"), enabled=True)
+    found = [memory._moved(OnGpu(), HOST, position) for position in range(3)]
+    assert found == [("copied", "cpu", False)] * 3
+    assert caplog.text.count("no more pinned memory") == 1
+
+
 def test_switched_off_nothing_moves():
     model, optimizer = trained()
     memory = Offload(model, [optimizer], torch.device("meta"), enabled=False)

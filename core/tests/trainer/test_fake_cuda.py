@@ -91,6 +91,35 @@ def test_offloaded_moments_stay_on_the_host(found: dict[str, Any], name: str) ->
     assert {each: n for each, n in waits(result).items() if n} == TWO_WAITS
 
 
+def test_in_turns_the_trainer_holds_the_gpu_for_its_step_only(found: dict[str, Any]) -> None:
+    """The default layout of one GPU. The step itself is that of a trainer with a GPU of its own."""
+    result = case(found, "in turns")
+    on_host, on_gpu = ["cpu"], ["cuda:0"]
+    places = {each: where for each, where in result["places"].items() if "buffers" not in each}
+    assert places == {
+        "made": on_host,
+        "loaded 1": on_gpu,
+        "unloaded 1": on_host,
+        "loaded 2": on_gpu,
+        "unloaded 2": on_host,
+    }
+    assert (result["dtype"], result["packing"]) == ("bfloat16", "packed")
+    assert result["weight_dtypes"] == ["torch.float32"]
+    # FSDP2 of one rank: every parameter is a shard, and nothing is exchanged.
+    assert (result["whole_tensors"], result["mesh"], result["collectives"]) == (0, [1], {})
+    assert waits(result) == TWO_WAITS
+    assert result["kernels"] == case(found, "dense")["kernels"]
+    assert result["float32_products"] == {}
+
+
+def test_in_turns_the_state_moves_through_pinned_memory_that_is_kept(found: dict[str, Any]) -> None:
+    result = case(found, "in turns")
+    number, all_pinned = result["places"]["new buffers 1"]
+    assert number > 0 and all_pinned
+    assert result["places"]["new buffers 2"] == [0, True]
+    assert result["loading"] == result["unloading"] == {}  # each copy is queued
+
+
 def test_a_row_is_one_call_of_the_varlen_kernel_in_each_layer(found: dict[str, Any]) -> None:
     calls = LAYERS * ROWS
     for name, forward in {"dense": calls, "moe": calls, "recompute": 2 * calls}.items():

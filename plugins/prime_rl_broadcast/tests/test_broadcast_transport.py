@@ -13,9 +13,10 @@ from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import make_transport
 from prime_rl_broadcast import group as group_module
+from prime_rl_broadcast.connection import protocol
 from prime_rl_broadcast.group import BroadcastGroup, opened
 from prime_rl_broadcast.sender import BroadcastSender
-from prime_rl_broadcast.transport import NcclTransport
+from prime_rl_broadcast.transport import BroadcastConfig, GlooTransport, NcclTransport
 
 
 @pytest.mark.parametrize("group", [PROJECT, TRAINER_GROUP])
@@ -75,3 +76,40 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(WeightsError, match=r"cannot write .*meeting\.json.*No space left"):
         BroadcastSender(None).wait(tmp_path, lambda: True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "text"),
+    [
+        ("2.29.7", "2.29.7", "NCCL 2.29.7 on both sides (torch 2.1 and 2.2)"),
+        ("2.29.7", "2.29.3", "NCCL cannot connect: it is 2.29.7 in the trainer (torch 2.1)"),
+        ("2.29.7", "2.30.3", "and 2.30.3 in the engines (torch 2.2). Every version will go"),
+        (None, "2.30.3", "the NCCL of the trainer is not known here (torch 2.1)"),
+        ("2.30.3", None, "the NCCL of the engines is not known here (torch 2.2)"),
+    ],
+)
+def test_nccl_says_what_two_versions_mean(
+    trainer: str | None, engines: str | None, text: str
+) -> None:
+    sides = [{"torch": "2.1", "NCCL": trainer}, {"torch": "2.2", "NCCL": engines}]
+    known = [{name: number for name, number in side.items() if number} for side in sides]
+    assert text in NcclTransport(BroadcastConfig()).compare(*known)
+    assert GlooTransport(BroadcastConfig()).compare(*known) is None
+
+
+def test_members_with_another_patch_level_of_nccl_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses it only once it connects, when all members wait."""
+    said = []
+    for version in ((2, 29, 7), (2, 29, 3)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+        said.append(protocol("nccl"))
+    assert said == ["NCCL 2.29.7", "NCCL 2.29.3"]
+    (tmp_path / "here_1").write_text(said[1])
+    group = BroadcastGroup(
+        directory=str(tmp_path), group="g", backend="nccl", rank=0, world_size=2, timeout=1.0,
+        loopback=True,
+    )  # fmt: skip
+    with pytest.raises(WeightsError, match=r"uses NCCL 2\.29\.7; rank 1 uses NCCL 2\.29\.3"):
+        group.wait_for_all(said[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,25 @@ def test_tensors_that_share_a_storage_move_once() -> None:
     assert base.untyped_storage().nbytes() == 0
     offloaded.restore()
     assert base.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and parts[1].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_the_next_sleep_uses_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(4.0), torch.arange(4.0) + 10, torch.arange(6.0)]
+    offloaded, made = Offloaded(), []
+    empty = torch.empty
+
+    def counted(*sizes: Any, **settings: Any) -> torch.Tensor:
+        made.append(sizes) if sizes != (0,) else None
+        return empty(*sizes, **settings)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for step in range(3):
+        offloaded.offload(tensors)
+        offloaded.restore()
+        assert tensors[0].tolist() == [step, 1.0, 2.0, 3.0]
+        assert tensors[1].tolist() == [10.0, 11.0, 12.0, 13.0]
+        tensors[0][0] += 1  # new weights, between two sleeps
+    assert made == [(16,), (16,), (24,)]
 
 
 def test_the_routes_sleep_wake_and_stay_paused_until_resume(server: Served) -> None:

@@ -6,6 +6,7 @@ A stand-in with the documented meaning of the kernel takes its place on CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 from transformers import Llama4ForCausalLM, Llama4TextConfig, PreTrainedModel
+from written_elements import WrittenElements
 
 from prime_rl import ConfigError
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl_kernels import attention
-from prime_rl_kernels.attention import NAMES, Documents, register
+from prime_rl_kernels.attention import NAMES, Continuation, Documents, Inputs, register
 from prime_rl_kernels.packing import Packed
 
 CPU = torch.device("cpu")
@@ -104,6 +106,44 @@ def test_attention_within_chunks_is_refused_for_any_length_of_the_row() -> None:
         model.model(input_ids=torch.tensor([[1, 2, 3]]), documents=Documents((3,), CPU))
 
 
+def backward_elements(documents: Documents, num_tokens: int, window: int | None) -> int:
+    """What the backward pass of the loop over runs writes."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, 8, requires_grad=True) for heads in (4, 2, 2)
+    )
+    output = attention._varlen(Inputs(query, key, value, None, window, documents))
+    with WrittenElements() as written:
+        output.sum().backward()
+    return written.number
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_pass_of_documents_is_linear_in_their_number(window: int | None) -> None:
+    """Neighbors of unequal length are runs of their own."""
+
+    def elements(num_pairs: int) -> int:
+        return backward_elements(Documents((7, 5) * num_pairs, CPU), 12 * num_pairs, window)
+
+    assert elements(64) < 16 * 1.1 * elements(4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_pass_of_continuations_is_linear_in_their_number(window: int | None) -> None:
+    """A prompt of 6 tokens, and continuations of 4 and 2 tokens in turn."""
+
+    def elements(num_pairs: int) -> int:
+        runs = []
+        start = 6
+        for length in (4, 2) * num_pairs:
+            keys = torch.cat([torch.arange(6), torch.arange(start, start + length)])
+            runs.append(Continuation(1, length, 6 + length, keys))
+            start += length
+        return backward_elements(Documents((6,), CPU, tuple(runs)), start, window)
+
+    assert elements(64) < 16 * 1.1 * elements(4)
+
+
 @pytest.fixture
 def row(pack: Any, random_documents: Any) -> PackedRow:
     return make_row(pack(random_documents([9, 5, 12, 1])), CPU, PACKED)
@@ -166,7 +206,7 @@ def test_the_kernel_computes_what_the_loop_does(
     model = make_model("varlen", **changes)
     expected = token_logprobs(model, row, PACKED)
     assert not dtypes
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr(attention, "_why_no_kernel", lambda query: "")
     found = token_logprobs(model, row, PACKED)
     assert len(dtypes) == 3 * 2  # one call a layer
     torch.testing.assert_close(found, expected)
@@ -181,20 +221,121 @@ def test_under_autocast_the_kernel_gets_one_half_dtype(
     """Qwen3's norms leave queries and keys in float32, which the kernel would refuse."""
     asked: list[torch.dtype] = []
     monkeypatch.setattr(
-        attention, "_has_varlen_kernel", lambda query: asked.append(query.dtype) or True
+        attention, "_why_no_kernel", lambda query: "" if not asked.append(query.dtype) else "?"
     )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         token_logprobs(make_model("varlen").float(), row, PACKED)
     assert {*dtypes, *asked} == {torch.bfloat16}
 
 
-def test_this_torch_has_the_kernel_that_is_called() -> None:
-    """Its signature is what the choice looks at; a torch without is not called."""
-    assert attention._torch_has_grouped_varlen()
+def query_on(device: str, dtype: torch.dtype = torch.bfloat16, size: int = 8) -> Any:
+    """What the choice reads of a query."""
+    return SimpleNamespace(
+        is_cuda=device == "cuda",
+        device=torch.device(device),
+        dtype=dtype,
+        shape=torch.Size((1, 4, 3, size)),
+    )
 
 
-def test_the_kernel_does_not_take_tensors_on_the_host() -> None:
-    assert not attention._has_varlen_kernel(torch.zeros(1, 4, 3, 8, dtype=torch.bfloat16))
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+def test_this_torch_has_the_kernel_that_is_called(ampere: None) -> None:
+    """Its signature is what the choice reads."""
+    assert attention._why_no_kernel(query_on("cuda")) == ""
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (query_on("cpu"), "needs a GPU, and the tensors are on cpu"),
+        (query_on("cuda", torch.float32), "needs half precision, and the heads are in torch.float"),
+        (query_on("cuda", size=12), "takes heads of 8, 16, ... or 256, and these are of 12"),
+        (query_on("cuda", size=264), "these are of 264"),
+    ],
+)
+def test_a_query_that_the_kernel_does_not_take_has_a_reason(
+    ampere: None, query: Any, reason: str
+) -> None:
+    assert reason in attention._why_no_kernel(query)
+
+
+def test_an_older_gpu_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "Ampere generation" in attention._why_no_kernel(query_on("cuda"))
+
+
+PARAMETERS = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "return_aux"}
+"""Of torch 2.10's function. Torch 2.11 adds ``scale`` and ``window_size``, torch 2.12
+``enable_gqa``."""
+
+
+@pytest.mark.parametrize("parameters", [PARAMETERS, set(), PARAMETERS | {"enable_gqa"}])
+def test_a_torch_without_scale_and_windows_has_no_kernel(
+    ampere: None, monkeypatch: pytest.MonkeyPatch, parameters: set[str]
+) -> None:
+    monkeypatch.setattr(attention, "_varlen_parameters", lambda: frozenset(parameters))
+    assert "install torch 2.11" in attention._why_no_kernel(query_on("cuda"))
+
+
+def test_a_kernel_without_a_switch_for_grouped_heads_gets_them_as_they_are(
+    ampere: None, make_model: MakeModel, row: PackedRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11 has it: the real function's signature, without ``enable_gqa``."""
+    heads: list[tuple[int, int]] = []
+    model = make_model("varlen")
+    expected = token_logprobs(model, row, PACKED)
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        heads.append((query.shape[1], key.shape[1]))
+        documents = Documents(tuple(cu_seq_q.diff().tolist()), CPU)
+        columns = (each.transpose(0, 1)[None] for each in (query, key, value))
+        return attention._mask(Inputs(*columns, scale, None, documents))[0]
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    attention._varlen_parameters.cache_clear()
+    assert attention._why_no_kernel(query_on("cuda")) == ""
+    monkeypatch.setattr(attention, "_why_no_kernel", lambda query: "")
+    found = token_logprobs(model, row, PACKED)
+    attention._varlen_parameters.cache_clear()
+    assert heads == [(4, 2)] * 2  # one call a layer
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_attention_that_computes_rows_is_logged_once(
+    make_model: MakeModel, row: PackedRow, caplog: pytest.LogCaptureFixture
+) -> None:
+    attention._log_choice.cache_clear()
+    with caplog.at_level("INFO", logger="prime_rl.trainer"):
+        for _ in range(2):
+            token_logprobs(make_model("varlen"), row, PACKED)
+    assert caplog.text.count("a call for each run of documents of equal length") == 1
+    assert "the tensors are on cpu" in caplog.text
+
+
+def test_a_gpu_without_the_kernel_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    attention._log_choice.cache_clear()
+    with caplog.at_level("INFO", logger="prime_rl.trainer"):
+        attention._log_choice("of a reason", True)
+        attention._log_choice("", True)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "because of a reason" in caplog.messages[0]
+    assert "torch's varlen kernel" in caplog.messages[1]
 
 
 @pytest.mark.parametrize(("major", "installed"), [(9, True), (9, False), (8, True), (10, True)])

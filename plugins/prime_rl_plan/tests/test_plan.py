@@ -22,9 +22,10 @@ from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.cli.app import app
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
-from prime_rl_plan.devices import GIB, ON_HOST, Machines, parse
+from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
 from prime_rl_plan.estimate import Plan, Side, copy_to_send
 
+MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = {
     "qwen3_0.6b_gsm8k": ("1xRTX4090-24", "1xH100-80"),
@@ -55,13 +56,42 @@ def table_of(name: str) -> dict[str, Any]:
 
 def test_machines_are_parsed() -> None:
     assert parse("8xH100-80") == Machines(
-        "H100 80 GB", 1, 8, 80 * GIB, 989e12, 67e12, 3350e9, 450e9
+        "H100 80 GB", 1, 8, 81559 * MIB, 989e12, 67e12, 3350e9, 450e9
     )
     two = parse("2x8xa100-40")
     assert (two.nodes, two.total, two.memory, two.bandwidth) == (2, 16, 40 * GIB, 1555e9)
-    assert parse("1xRTX4090").memory == 24 * GIB
+    assert parse("1xRTX4090").memory == 24564 * MIB
     with pytest.raises(ConfigError, match=r"8xH100-80 .*known names are A10, A100"):
         parse("8xV100-16")
+
+
+def test_every_card_of_a_data_sheet_has_its_real_memory() -> None:
+    """At most what it is sold with, and more than nine tenths of it."""
+    for name, (sold, *_) in SHEETS.items():
+        assert 0.9 * sold * GIB < parse(f"1x{name}").memory <= sold * 1.02 * GIB, name
+    # A size that no table knows: the share that the known card has.
+    assert parse("1xH100-40").memory == pytest.approx(40 * 81559 / 80 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "mebibytes"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559", "H100 80 GB", 81559),
+        ("NVIDIA H100 NVL, 95830", "H100 94 GB", 95830),
+        ("NVIDIA A100-SXM4-40GB, 40536", "A100 40 GB", 40536),  # of an older driver
+        ("NVIDIA L4, 23034", "L4 24 GB", 23034),
+    ],
+)
+def test_this_machines_cards_have_the_memory_that_the_driver_shows(
+    line: str, name: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    machines = here()
+    assert (machines.name, machines.count) == (name, 2)
+    assert machines.memory == mebibytes * MIB
 
 
 @pytest.mark.parametrize(
@@ -99,8 +129,8 @@ def test_kv_and_active_weights_by_hand() -> None:
 @pytest.mark.parametrize(
     ("table", "free", "size"),
     [
-        ({"type": "nccl"}, 24, 20),  # of 80 GiB, 4 stay free
-        ({"type": "nccl"}, 23.9, 0),
+        ({"type": "nccl"}, 23.99, 20),  # of 79.6 GiB, 3.98 stay free
+        ({"type": "nccl"}, 23.97, 0),
         ({"type": "nccl", "overlap": True}, 1, 20),
         ({"type": "nccl", "overlap": False}, 70, 0),
         ({"type": "gloo"}, 70, 0),  # on the host

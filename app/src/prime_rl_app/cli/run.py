@@ -55,6 +55,7 @@ def run(
     """
     from prime_rl.entries import leaving_out
     from prime_rl.rundir.directory import held, make_run_dir
+    from prime_rl_app.libraries import weight_notes
     from prime_rl_app.models import check_tuning
     from prime_rl_app.output import say
     from prime_rl_app.resolve import check
@@ -65,6 +66,8 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
+    for note in weight_notes(config, hooks):
+        typer.echo(note, err=True)
     by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
     again = shlex.join([sys.argv[0] if by_path else NAME, "run", *paths, *overrides])
     if checkpoint is not None:

@@ -128,6 +128,13 @@ class WeightTransport(Offer):
         """Refuse a ``trainer.device`` (``auto``, ``cpu``, ``cuda``) that cannot send. Raises
         ``ConfigError``."""
 
+    def compare(self, trainer: Mapping[str, str], engines: Mapping[str, str]) -> str | None:
+        """What the libraries of the two sides mean for this transport, in words; None: nothing.
+
+        Both map ``torch`` and ``NCCL`` to installed versions, without what is not known.
+        """
+        return None
+
     def delivery(self, broadcasts: Path, timeout: float) -> WeightDelivery:
         """The orchestrator's part. ``broadcasts``: the folder of the run's versions. ``timeout``:
         seconds for all engines to come, and for each message."""

@@ -287,14 +287,27 @@ def _calls(
             outputs = call(_inputs(row, component, own, [s]))
             yield Call(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
         return
-    ids, order = row.of_sequences[f"{component.scope}_ids"], row.of_sequences["order"]
-    for unit in np.unique(ids[share.sequences]):
-        found = sorted(np.flatnonzero(ids == unit).tolist(), key=lambda s: order[s])
-        tokens = np.concatenate([np.arange(ends[s], ends[s + 1]) for s in found])
-        index = to_device(tokens, np.int64, share.mask.device)
-        own = {name: None if c is None else c[index] for name, c in columns.items()}
-        trained = [s for s in found if s in share.sequences]
-        yield Call(call(_inputs(row, component, own, trained)), tokens, trained[0])
+    ids = row.of_sequences[f"{component.scope}_ids"]
+    order = row.of_sequences["order"]
+    units = [
+        sorted(np.flatnonzero(ids == unit).tolist(), key=lambda s: order[s])
+        for unit in np.unique(ids[share.sequences])
+    ]
+    tokens = [
+        np.concatenate([np.arange(ends[s], ends[s + 1]) for s in sequences]) for sequences in units
+    ]
+    # One gather for all units: the gradient of a gather is a tensor of the whole row, so that one
+    # for each unit would make the backward pass quadratic in their number.
+    index = to_device(np.concatenate(tokens), np.int64, share.mask.device)
+    sizes = [len(positions) for positions in tokens]
+    split = {
+        name: None if column is None else column[index].split_with_sizes(sizes)
+        for name, column in columns.items()
+    }
+    for number, (sequences, positions) in enumerate(zip(units, tokens, strict=True)):
+        own = {name: None if parts is None else parts[number] for name, parts in split.items()}
+        trained = [s for s in sequences if s in share.sequences]
+        yield Call(call(_inputs(row, component, own, trained)), positions, trained[0])
 
 
 def _inputs(

@@ -29,8 +29,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -200,6 +200,10 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+# Torch 2.14 gives the function a public name, and the old one warns.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
 def shard(
     root: nn.Module,
     blocks: set[str],
@@ -232,7 +236,7 @@ def shard(
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # else ten minutes, with NCCL
-        _set_pg_timeout(TIMEOUT, group)
+        set_timeout(TIMEOUT, group)
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # several of a tied one
     for module in root.modules():
         for name, parameter in module._parameters.items():

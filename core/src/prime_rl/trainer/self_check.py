@@ -73,6 +73,7 @@ def find_packing(
             "document the log-probabilities that it has alone (%s; allowed %.1e in the mean).",
             *(kind, packing, "; ".join(failed), allowed),
         )
+    logger.info("rows go through the model %s", packing)
     return packing
 
 

@@ -188,11 +188,11 @@ class Member:
 
 
 def protocol(backend: str) -> str:
-    """What members must have in common: NCCL needs one version everywhere."""
+    """What members must have in common: NCCL refuses another version, patch level included."""
     if backend != "nccl":
         return backend
-    major, minor, *_ = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return f"NCCL {major}.{minor}"
+    numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return f"NCCL {'.'.join(map(str, numbers))}"
 
 
 class Bucket(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -53,6 +54,25 @@ class NcclTransport(GlooTransport):
                 "needs GPUs. Set weight_broadcast.type to 'gloo' or 'filesystem', or change "
                 "trainer.device."
             )
+
+    def compare(self, trainer: Mapping[str, str], engines: Mapping[str, str]) -> str:
+        """NCCL connects members of one version, patch level included."""
+        ours = trainer.get("NCCL")
+        theirs = engines.get("NCCL")
+        if ours is None or theirs is None:
+            side = "trainer" if ours is None else "engines"
+            return (
+                f"the NCCL of the {side} is not known here (torch "
+                f"{(trainer if ours is None else engines).get('torch', 'is not installed')}). "
+                "Where it differs from the other side's, every version goes through files."
+            )
+        if ours == theirs:
+            return f"NCCL {ours} on both sides (torch {trainer['torch']} and {engines['torch']})"
+        return (
+            f"NCCL cannot connect: it is {ours} in the trainer (torch {trainer['torch']}) and "
+            f"{theirs} in the engines (torch {engines['torch']}). Every version will go through "
+            "files. Install one torch in both environments, or set type = 'filesystem'."
+        )
 
     def sender(self, device: torch.device) -> WeightSender:
         from prime_rl_broadcast.sender import BroadcastSender

@@ -94,7 +94,9 @@ class Scheduler:
         self._prefixes: dict[object, Request] = {}
         """The request whose row to copy, by prompt and salt."""
         self.kept = PrefixCache(max_bytes=0)
-        self._offloaded: Offloaded | None = None
+        self.asleep = False
+        """Whether weights and KV are on the host. Nothing may touch them then."""
+        self._offloaded = Offloaded()
         self._on_waking: list[Callable[[], None]] = []
 
     # -- arrivals -------------------------------------------------------------------
@@ -155,16 +157,12 @@ class Scheduler:
 
     # -- sleep ----------------------------------------------------------------------
 
-    @property
-    def asleep(self) -> bool:
-        """Whether weights and KV are on the host. Nothing may touch them then."""
-        return self._offloaded is not None
-
     def sleep(self) -> None:
         """Move weights and KV to the host; an idle engine drops the KV. On CPU nothing moves."""
         if self.asleep:
             return
-        self._offloaded, device = Offloaded(), self.model.device
+        self.asleep = True
+        device = self.model.device
         self.kept.clear()
         if device.type != "cpu":
             self._offloaded.offload(self.model.module.state_dict().values())
@@ -174,10 +172,10 @@ class Scheduler:
     def wake(self) -> None:
         """Restore weights and KV, apply the updates that arrived during sleep, and remove the
         requests that were aborted."""
-        if self._offloaded is None:
+        if not self.asleep:
             return
         self._offloaded.restore()
-        self._offloaded = None
+        self.asleep = False
         while self._on_waking:
             self._on_waking.pop(0)()
         self._reap()

@@ -30,6 +30,9 @@ class Offloaded:
     """Storages that are on the host."""
 
     _moved: list[_Moved] = field(default_factory=list)
+    _spare: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Host buffers by their size in bytes, kept for the next sleep. Pinned for a GPU: a copy into
+    fresh ordinary memory takes several times as long."""
 
     def offload(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
         """Empty the storages of these tensors; with ``keep``, after copying them to the host."""
@@ -37,24 +40,30 @@ class Offloaded:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in taken:
-                self._moved.append(_emptied(storage, keep))
+                self._moved.append(self._emptied(storage, keep))
 
     def restore(self) -> None:
         """Restore every storage."""
+        self._spare = {}  # what this sleep did not use is of an earlier size of the KV
         for moved in self._moved:
             moved.storage.resize_(moved.size)
             if moved.host is None:
                 _bytes_of(moved.storage).zero_()
             else:
                 _bytes_of(moved.storage).copy_(moved.host)
+                self._spare.setdefault(moved.size, []).append(moved.host)
         self._moved.clear()
 
-
-def _emptied(storage: UntypedStorage, keep: bool) -> _Moved:
-    size = storage.nbytes()
-    host = torch.empty(size, dtype=torch.uint8).copy_(_bytes_of(storage)) if keep else None
-    storage.resize_(0)
-    return _Moved(storage, size, host)
+    def _emptied(self, storage: UntypedStorage, keep: bool) -> _Moved:
+        size = storage.nbytes()
+        host = None
+        if keep:
+            spare = self._spare.get(size)
+            on_gpu = storage.device.type == "cuda"
+            host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            host.copy_(_bytes_of(storage))
+        storage.resize_(0)
+        return _Moved(storage, size, host)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

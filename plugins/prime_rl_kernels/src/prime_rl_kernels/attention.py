@@ -17,6 +17,7 @@ C = tokens of a continuation, K = the tokens it attends to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,6 +33,9 @@ from torch import Tensor, nn
 
 from prime_rl import ConfigError
 from prime_rl.trainer.device import to_device
+
+logger = logging.getLogger("prime_rl.trainer.attention")
+"""Of the trainer: only rank 0 shows its lines."""
 
 Attention = Literal["varlen", "mask", "sdpa"]
 NAMES: dict[Attention, str] = {name: f"prime_rl_{name}" for name in ("varlen", "mask", "sdpa")}
@@ -82,6 +86,11 @@ class Documents:
         """[T] int32: the document of each token."""
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return to_device(index, np.int32, self.device)
+
+    @cached_property
+    def continued_keys(self) -> Tensor:
+        """[sum of n * K] int64: ``key_index`` of all continuations, run after run."""
+        return torch.cat([run.key_index for run in self.continuations])
 
     @property
     def boundaries(self) -> dict[str, Tensor]:
@@ -177,6 +186,7 @@ def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None
 
 
 def _mask(inputs: Inputs) -> Tensor:
+    _log_mask()
     mask = inputs.documents.block_mask(inputs.window)
     return _attend(inputs.query, inputs.key, inputs.value, mask, inputs.scaling).transpose(1, 2)
 
@@ -186,24 +196,35 @@ def _varlen(inputs: Inputs) -> Tensor:
     window = inputs.window
     if window is not None and window >= documents.longest:
         window = None
-    if _has_varlen_kernel(query):
+    reason = _why_no_kernel(query)
+    _log_choice(reason, query.is_cuda)
+    if not reason:
         return _varlen_kernel(inputs, window)
-    # Queries and keys of each run, and where its keys lie if not at the queries themselves.
-    runs: list[tuple[int, int, int, Tensor | None]] = [
-        *((num, length, length, None) for num, length in documents.runs),
-        *((r.num, r.num_queries, r.num_keys, r.key_index) for r in documents.continuations),
+    # Each run's part by one split, not by a slice a run: the gradient of a slice is a tensor of the
+    # whole row, so that the backward pass would be quadratic in the number of runs.
+    continued = documents.continuations
+    shapes = [
+        *((num, length, length) for num, length in documents.runs),
+        *((run.num, run.num_queries, run.num_keys) for run in continued),
     ]
-    outputs, start = [], 0
-    for num, num_queries, num_keys, index in runs:
-        size, band = num * num_queries, None
-        q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
-        if index is not None:  # keys of the shared prefix and the continuation, side by side
-            k, v = (_fold(x[0].index_select(1, index), num) for x in (key, value))
-        if index is not None or window is not None:
+    sizes = [num * num_queries for num, num_queries, _ in shapes]
+    queries = query[0].split_with_sizes(sizes, 1)
+    keys = list(key[0].split_with_sizes(sizes, 1))
+    values = list(value[0].split_with_sizes(sizes, 1))
+    if continued:  # keys of the shared prefix and the continuation, side by side
+        num_alone = len(documents.runs)
+        num_read = [run.num * run.num_keys for run in continued]
+        for parts, column in ((keys, key), (values, value)):
+            read = column[0].index_select(1, documents.continued_keys)
+            parts[num_alone:] = read.split_with_sizes(num_read, 1)
+    outputs = []
+    for (num, num_queries, num_keys), *columns in zip(shapes, queries, keys, values, strict=True):
+        q, k, v = (_fold(column, num) for column in columns)
+        band = None
+        if num_keys > num_queries or window is not None:
             band = _band(num_queries, num_keys, window or num_keys, query.device)
         output = _attend(q, k, v, band, inputs.scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
-        start += size
     return torch.cat(outputs)[None]
 
 
@@ -234,25 +255,47 @@ def _band(num_queries: int, num_keys: int, window: int, device: torch.device) ->
     return ones.tril(before) & ~ones.tril(before - window)
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether the flash kernel takes these heads: half precision, sizes of 8 to 256 in steps of 8,
-    Ampere or later."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
+def _why_no_kernel(query: Tensor) -> str:
+    """Why the flash kernel does not take these heads; empty if it does."""
+    if not query.is_cuda:
+        return f"the kernel needs a GPU, and the tensors are on {query.device.type}"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel needs half precision, and the heads are in {query.dtype}"
     if query.shape[-1] % 8 or query.shape[-1] > 256:
-        return False
-    is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return is_ampere and _torch_has_grouped_varlen()
+        return f"the kernel takes heads of 8, 16, ... or 256, and these are of {query.shape[-1]}"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "the kernel needs a GPU of the Ampere generation or later"
+    if not _varlen_parameters() >= {"window_size", "scale"}:
+        return f"torch {torch.__version__} has no such kernel with windows: install torch 2.11 on"
+    return ""
 
 
 @cache
-def _torch_has_grouped_varlen() -> bool:
-    """Whether this torch has a varlen kernel with grouped heads and windows."""
+def _varlen_parameters() -> frozenset[str]:
+    """The parameters of torch's varlen attention; none where torch lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return {"enable_gqa", "window_size", "scale"} <= signature(varlen_attn).parameters.keys()
+        return frozenset()
+    return frozenset(signature(varlen_attn).parameters)
+
+
+@cache
+def _log_mask() -> None:
+    logger.info("attention: a dense mask of the row, which the kernel 'mask' asks for")
+
+
+@cache
+def _log_choice(reason: str, on_gpu: bool) -> None:
+    """Once for each reason: which attention computes rows. A GPU is expected to have the kernel."""
+    if reason:
+        logger.log(
+            logging.WARNING if on_gpu else logging.INFO,
+            "attention: a call for each run of documents of equal length, because %s",
+            reason,
+        )
+    else:
+        logger.info("attention: torch's varlen kernel, a call for each row")
 
 
 def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
@@ -261,6 +304,10 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
     columns = (inputs.query, inputs.key, inputs.value)
     q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
     offsets, longest = inputs.documents.offsets, inputs.documents.longest
+    # Before torch 2.12 the function has no such parameter and takes grouped heads as they are.
+    grouped: dict[str, Any] = {}
+    if "enable_gqa" in _varlen_parameters():
+        grouped["enable_gqa"] = inputs.query.shape[1] != inputs.key.shape[1]
     output = varlen_attn(
         q,
         k,
@@ -271,7 +318,7 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
         max_k=longest,
         scale=inputs.scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output[None]

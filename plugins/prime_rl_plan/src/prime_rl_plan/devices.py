@@ -1,10 +1,11 @@
-"""GPUs by name: memory and peaks, from the makers' data sheets (dense, without sparsity)."""
+"""GPUs by name: peaks from the makers' data sheets (dense, without sparsity), and the memory that
+the driver shows, which is less than a card is sold with."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prime_rl import ConfigError
 from prime_rl_observers.device_usage import peak_of
@@ -14,7 +15,8 @@ ON_HOST = "optimizer state on the host"
 """A kind of memory: what ``adamw_offload`` keeps off the GPU."""
 
 SHEETS: dict[str, tuple[float, float, float, float]] = {
-    # name: memory GiB, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in one direction
+    # name: memory GB as it is sold, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in
+    # one direction
     "B200": (180, 80, 8000, 900),
     "H200": (141, 67, 4800, 450),
     "H100": (80, 67, 3350, 450),
@@ -29,6 +31,22 @@ SHEETS: dict[str, tuple[float, float, float, float]] = {
 }
 """SXM versions of the data-center GPUs, linked by NVLink; PCIe for the others. The peak in bfloat16
 is that of ``perf/mfu`` (``prime_rl_observers.device_usage``)."""
+MIB: dict[tuple[str, int], int] = {
+    ("B200", 180): 183359,
+    ("H200", 141): 143771,
+    ("H100", 80): 81559,
+    ("H100", 94): 95830,
+    ("A100", 80): 81920,
+    ("A100", 40): 40960,
+    ("L40S", 48): 46068,
+    ("RTX A6000", 48): 49140,
+    ("RTX 5090", 32): 32607,
+    ("RTX 4090", 24): 24564,
+    ("RTX 3090", 24): 24576,
+    ("A10", 24): 23028,
+    ("L4", 24): 23034,
+}
+"""What ``nvidia-smi`` shows as the memory of a card, by name and the size that it is sold with."""
 OF_MEMORY = {("A100", 40): 1555.0}
 """Memory GB/s of a version with other memory."""
 NETWORK = 50e9
@@ -75,12 +93,21 @@ def parse(spec: str) -> Machines:
         name=f"{name} {size} GB",
         nodes=int(found[1] or 1),
         count=int(found[2]),
-        memory=size * GIB,
+        memory=card_memory(name, size),
         bfloat16=peak_of(name) or 0.0,
         float32=float32 * 1e12,
         bandwidth=OF_MEMORY.get((name, size), bandwidth) * 1e9,
         link=link * 1e9,
     )
+
+
+def card_memory(name: str, size: int) -> float:
+    """Bytes of a card that is sold with ``size`` GB. A card that is not in the table has the share
+    of its sold size that the one in the sheet has."""
+    if (name, size) in MIB:
+        return float(MIB[name, size] * 2**20)
+    sold = int(SHEETS[name][0])
+    return size * MIB[name, sold] * 2**20 / sold
 
 
 def here() -> Machines:
@@ -93,6 +120,10 @@ def here() -> Machines:
     lines = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
     for name in SHEETS:
         if lines and re.search(rf"\b{name}\b", lines[0][0]):
-            size = round(float(lines[0][2]) / 1024)
-            return parse(f"{len(lines)}x{name}-{size}")
+            mebibytes = float(lines[0][2])
+            size = min(
+                (sold for known, sold in MIB if known == name),
+                key=lambda sold: abs(MIB[name, sold] - mebibytes),
+            )
+            return replace(parse(f"{len(lines)}x{name}-{size}"), memory=mebibytes * 2**20)
     return Machines()

@@ -14,6 +14,7 @@ from prime_rl.registry.manager import Hooks, disabled_names, load_plugins
 from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.config import fitted, load_config
 from prime_rl_app.gpus import gpus_of, num_engines, num_ranks
+from prime_rl_app.libraries import weight_notes
 from prime_rl_app.resolve import build_engine, build_launcher, check
 from prime_rl_plan.devices import Machines
 
@@ -59,6 +60,7 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
         notes += [f"here prime-rl run would refuse it: {line}" for line in str(error).splitlines()]
     hooks = load_plugins(disabled=config.plugins.disabled)
+    notes += weight_notes(config, hooks)
     engine = build_engine(config, hooks)
     launcher = build_launcher(config, hooks)
     if launcher.is_remote:

@@ -41,9 +41,10 @@ CLIENTS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/score", 
 """Prefixes of the routes that clients use."""
 SALTED = {
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
-    *("/v1/messages", "/v1/systemone", "/generative_scoring", "/invocations"),
+    *("/v1/messages", "/v1/systemone", "/v1/decisions", "/generative_scoring", "/invocations"),
 }
-"""vLLM's routes with a cache_salt: all that generate text for a client."""
+"""vLLM's routes with a cache_salt: all that generate text for a client. Not every version has each
+(``tools/vllm_names.py``)."""
 
 
 class Front:

@@ -87,8 +87,12 @@ def _set_environment(settings: dict[str, Any]) -> None:
 
 def parse_vllm(args: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
     """Parse vLLM's own command line. Raises ``ConfigError`` for an unknown argument."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="[inference.vllm]"))
     ours = {
