@@ -12,7 +12,7 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher
+from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.testing import make_rollout
 
 
@@ -173,8 +173,8 @@ async def test_several_rollouts_of_one_member_all_survive():
 
 @pytest.mark.parametrize(("lag", "batches"), [(0, 1), (1, 2), (8, 2)])
 async def test_how_far_ahead_of_the_weights(lag, batches):
-    """Version 0 samples batch 1, and batch 2 if that may be off-policy; LEAD caps the rest."""
-    assert LEAD == 1
+    """Version 0 samples batch 1, and batch 2 if that may be off-policy; no further
+    one before a step was trained."""
     async with World(size=4, batch=8, lag=lag) as world:
         assert world.dispatcher.num_inflight == 8 * batches
 
@@ -287,7 +287,7 @@ async def test_a_batch_keeps_places_for_groups_that_no_later_batch_may_train():
 )
 async def test_groups_too_old_for_the_coming_version_are_voided(lag, version, dropped):
     world = World(size=4, batch=8, lag=lag)
-    world.num_buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
+    world.num_buffered = 8 * (min(lag, 1))  # so that two groups are in flight, whatever the lead
     async with world:
         assert world.dispatcher.num_inflight == 8
         world.num_buffered = 1000

@@ -136,8 +136,11 @@ class Sampling(Observer):
             for observer in self._installed:
                 observer.rollouts_lost(env, "cancelled", number)
 
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
+        self.dispatcher.batch_sent(batch.step)
+
     def version_served(self, version: int) -> None:
-        self.dispatcher.wake()
+        self.dispatcher.version_served(version)
 
     # -- reports ----------------------------------------------------------------------------------
 
