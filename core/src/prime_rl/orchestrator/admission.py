@@ -31,7 +31,7 @@ the others by more than ``AHEAD`` of a batch.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil, inf
@@ -39,10 +39,13 @@ from statistics import fmean, median_low
 
 import numpy as np
 
-WINDOW = 512
+WINDOW = 128
 INFLIGHT_WINDOW = 4
 """The groups of an env that were opened last and whose durations are remembered: so many, and so
-many times those in flight."""
+many times those in flight. What was slow only at the start of a run is soon forgotten."""
+
+CHOICES = 512
+"""Groups that were chosen last; the share of each env is counted among them."""
 
 STEPS = 10
 """Steps whose seconds are remembered."""
@@ -59,6 +62,10 @@ CORRECTED = 0.5
 """Share of a chance deviation that is made up for."""
 
 TOLERANCE = 1e-9
+
+QUEUE = 0.25
+"""Share of the engines' capacity that may wait, so that a place that becomes free is taken at once,
+and rollouts that are busy in their environment do not leave it empty."""
 
 CAUSES = "training", "held", "starved"
 """What the seconds of a step are spent on."""
@@ -176,9 +183,9 @@ class Pace:
         self._held_now = 0.0
         """Seconds held since the version was served."""
         self.spent: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-        """Seconds so far: ``training``; the trainer had no batch because it was ``held`` for a
+        """Seconds by cause: ``training``; the trainer had no batch because it was ``held`` for a
         group that is late, or ``starved`` because too few groups were complete."""
-        self.late: dict[str, float] = {}
+        self.held: dict[str, float] = {}
         """Seconds ``held``, by the env of the group that was waited for."""
 
     def batch_sent(self, step: int, now: float) -> None:
@@ -204,10 +211,22 @@ class Pace:
         if self._cause == "held":
             self._held_now += elapsed
             env = self._env or ""
-            self.late[env] = self.late.get(env, 0.0) + elapsed
+            self.held[env] = self.held.get(env, 0.0) + elapsed
         self._cause = cause
         self._env = waits_for
         self._looked_at = now
+
+    def take_spent(self) -> dict[str, float]:
+        """Seconds by cause since the last call."""
+        spent = self.spent
+        self.spent = dict.fromkeys(CAUSES, 0.0)
+        return spent
+
+    def take_held(self) -> dict[str, float]:
+        """Seconds ``held`` by env since the last call; an env that was named stays."""
+        held = self.held
+        self.held = dict.fromkeys(held, 0.0)
+        return held
 
     def step_seconds(self, in_turn: bool) -> float | None:
         """What a step takes if enough groups are complete: the trainer's time, and the time for
@@ -218,6 +237,46 @@ class Pace:
         if in_turn:
             return fmean(self._cycles)
         return median_low(self._training) + fmean(self._held)
+
+
+@dataclass(frozen=True)
+class InflightLimit:
+    """Rollouts that may be sampled at once, and why so many."""
+
+    number: int
+    reason: str
+
+
+def inflight_limit(
+    configured: int | None,
+    capacities: Sequence[int | None],
+    *,
+    synchronous: int | None,
+    batch_size: int,
+    longest_lead: float,
+) -> InflightLimit:
+    """The limit of a run.
+
+    ``configured``: the user's. ``capacities``: what each engine that serves can run at once, None
+    if it does not say. ``synchronous``: what a run with ``max_off_policy_steps = 0`` needs; None
+    for other runs. ``longest_lead``: batches that are requested beyond the one in training, by the
+    measured durations; with throughput times duration (Little's law) that many are in flight.
+    """
+    if configured is not None:
+        return InflightLimit(configured, "orchestrator.max_inflight_rollouts")
+    if synchronous is not None:
+        return InflightLimit(synchronous, "one batch, since max_off_policy_steps = 0")
+    known = [capacity for capacity in capacities if capacity is not None]
+    if known and len(known) == len(capacities):
+        number = ceil(sum(known) * (1 + QUEUE))
+        return InflightLimit(
+            number, f"{len(known)} engines run {sum(known)} at once, and {QUEUE:.0%} wait"
+        )
+    batches = max(2.0, longest_lead + 1)
+    number = ceil(batches * batch_size)
+    if batches > 2:
+        return InflightLimit(number, f"{batches:.1f} batches, by the durations of groups")
+    return InflightLimit(number, "two batches")
 
 
 class Admission:
@@ -256,7 +315,7 @@ class Admission:
         """Members of groups that are open, not handed on, and go stale, by version and env."""
         self._leads: dict[str, float] = {}
         self._measured: tuple[int, float] | None = None
-        self._chosen: deque[tuple[str, int]] = deque(maxlen=WINDOW)
+        self._chosen: deque[tuple[str, int]] = deque(maxlen=CHOICES)
         """The env and the size of the groups that were chosen last."""
         self.look_again: float | None = None
         """Seconds after which ``measure`` has something new to say. None: nothing is measured."""
@@ -309,6 +368,17 @@ class Admission:
             of_version[ticket.env_name] += members
             if not of_version.total():
                 del self._by_version[ticket.policy_version]
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the seconds since the last call were spent on, and the leads."""
+        metrics = {f"pace/{cause}": seconds for cause, seconds in self.pace.take_spent().items()}
+        for env, seconds in self.pace.take_held().items():
+            metrics[f"pace/held/{env}"] = seconds
+        for env, durations in self.durations.items():
+            metrics[f"dispatcher/lead/{env}"] = self.lead(env)
+            if durations.mean is not None:
+                metrics[f"dispatcher/group_seconds/{env}"] = durations.mean
+        return metrics
 
     # -- which may open ---------------------------------------------------------------------------
 

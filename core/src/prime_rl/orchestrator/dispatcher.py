@@ -23,7 +23,13 @@ import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.admission import Admission, Standing, Ticket
+from prime_rl.orchestrator.admission import (
+    Admission,
+    InflightLimit,
+    Standing,
+    Ticket,
+    inflight_limit,
+)
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, TrainEnv
 from prime_rl.rollout import Rollout
@@ -199,9 +205,22 @@ class Dispatcher:
         raise self._crash
 
     @property
+    def limit(self) -> InflightLimit:
+        """Rollouts that may be sampled at once. At least a group fits."""
+        is_synchronous = self.admission.in_order
+        serving = getattr(self._engines.fleet, "serving", ())
+        return inflight_limit(
+            self._config.max_inflight_rollouts,
+            [engine.client.health.capacity for engine in serving],
+            synchronous=self._config.max_inflight if is_synchronous else None,
+            batch_size=self._config.batch_size,
+            longest_lead=self.admission.longest_lead,
+        )
+
+    @property
     def max_inflight(self) -> int:
-        """Rollouts that may be sampled at once."""
-        return self._config.max_inflight
+        """The number of ``limit``."""
+        return self.limit.number
 
     def room(self) -> int:
         """How many more rollouts may be dispatched now. A group is opened while this is
@@ -224,8 +243,9 @@ class Dispatcher:
             self.admission.in_turn = True
             return
         self.admission.measure(self._engines.policy.version, self._clock())
+        most = self.max_inflight
         for ticket in self.admission.to_open(self._standing):
-            if self.num_inflight >= self.max_inflight:
+            if self.num_inflight >= most:
                 return
             self._open_group(self._chosen[ticket.group_id])
         while self.room() > 0:

@@ -165,10 +165,12 @@ class Sampling(Observer):
         }
         detail: dict[str, Any] = {} if share is None else {"evaluated": f"{share:.0%}"}
         size = self.context.config.orchestrator.batch_size
+        limit = self.dispatcher.limit
         self.context.status.report(
             f"sampling batch {self.buffer.batch.step}",
             waiting_for=texts.get(self.waits_for),
             inflight=self.dispatcher.num_inflight,
+            inflight_limit=f"{limit.number} ({limit.reason})",
             buffered=f"{min(self.buffer.num_buffered, size)}/{size}",
             **detail,
         )
@@ -177,6 +179,8 @@ class Sampling(Observer):
         """Counts of rollouts, how far they are off policy, and the sampler's and sources' own."""
         found = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
         found["dispatcher/inflight/train"] = float(self.dispatcher.num_inflight)
+        found["dispatcher/max_inflight"] = float(self.dispatcher.max_inflight)
+        found |= self.dispatcher.admission.take_metrics()
         for env in self.envs:
             found[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[env.name])
             if isinstance(env.source, ExternalSource):
