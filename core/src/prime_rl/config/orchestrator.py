@@ -315,6 +315,12 @@ class OrchestratorConfig(Settings):
         return self.max_inflight_rollouts or int(self.batch_size * batches)
 
     @property
+    def most_inflight(self) -> int:
+        """However the run adapts: everything that may train within ``max_off_policy_steps``."""
+        batches = self.max_off_policy_steps + 1
+        return self.max_inflight_rollouts or max(self.max_inflight, self.batch_size * batches)
+
+    @property
     def sampler_table(self) -> SamplerConfig:
         """The sampler, whichever way it was written."""
         if self.buffer is None:
