@@ -12,6 +12,7 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.admission import inflight_limit
 from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.testing import make_rollout
 
@@ -251,6 +252,25 @@ async def test_the_last_batch_is_the_last():
 async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
     async with World(size=4, batch=64, lag=0, inflight=10) as world:
         assert world.dispatcher.num_inflight == 12
+
+
+@pytest.mark.parametrize(
+    ("configured", "capacities", "synchronous", "lead", "number", "reason"),
+    [
+        (5, [64], None, 1.0, 5, "orchestrator.max_inflight_rollouts"),
+        (None, [64, 16], None, 4.0, 100, "2 engines run 80 at once, and 25% wait"),
+        (None, [64, None], None, 1.0, 16, "two batches"),
+        (None, [], None, 3.0, 32, "4.0 batches, by the durations of groups"),
+        (None, [64], 8, 1.0, 8, "one batch, since max_off_policy_steps = 0"),
+    ],
+)
+def test_how_many_rollouts_may_be_in_flight_and_why(
+    configured, capacities, synchronous, lead, number, reason
+):
+    limit = inflight_limit(
+        configured, capacities, synchronous=synchronous, batch_size=8, longest_lead=lead
+    )
+    assert (limit.number, limit.reason) == (number, reason)
 
 
 # -- age ------------------------------------------------------------------------------------
