@@ -1,7 +1,7 @@
 """``make bench``: every bench, one after the other, each in a separate process.
 
     python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
-                    [page] [step] [plan] [env_workers] [many] [overlap] [growth]
+                    [page] [step] [plan] [env_workers] [many] [overlap] [tail] [growth]
                     [flat] [real_model]
 
 Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
@@ -18,7 +18,8 @@ from pathlib import Path
 
 BENCHES = (
     *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
-    *("page", "step", "plan", "env_workers", "many", "overlap", "growth", "flat", "real_model"),
+    *("page", "step", "plan", "env_workers", "many", "overlap", "tail", "growth", "flat"),
+    "real_model",
 )
 ROOT = Path(__file__).resolve().parents[1]
 

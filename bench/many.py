@@ -70,9 +70,12 @@ def length(seed: int) -> int:
     return min(LONGEST, 1 + int(MEDIAN * math.exp(random.Random(seed).gauss(0.0, SIGMA))))
 
 
-def engine(ready: Connection, seconds: float | None = None) -> None:
+def engine(
+    ready: Connection, seconds: float | None = None, tail: tuple[float, float] = (0.0, 0.0)
+) -> None:
     """Every route that the orchestrator asks. Sends the port to ``ready``. ``seconds``: what each
-    reply takes, of seven tokens, whose rewards differ."""
+    reply takes, of seven tokens, whose rewards differ. ``tail``: a share of the replies, and what
+    these take."""
     from aiohttp import web
 
     raise_file_limit()
@@ -81,7 +84,10 @@ def engine(ready: Connection, seconds: float | None = None) -> None:
     async def generate(request: web.Request) -> web.Response:
         seed = (await request.json())["sampling_params"]["seed"]
         number = length(seed) if seconds is None else 7
-        await asyncio.sleep(number * TOKEN_SECONDS if seconds is None else seconds)
+        share, longer = tail
+        is_late = random.Random(seed + 1).random() < share
+        usual = number * TOKEN_SECONDS if seconds is None else seconds
+        await asyncio.sleep(longer if is_late else usual)
         rng, letters = random.Random(seed), (FIRST, LAST) if seconds is None else A_TO_H
         tokens = [*(rng.randrange(*letters) for _ in range(number - 1)), END]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]
@@ -210,14 +216,14 @@ async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[s
 
 
 @contextmanager
-def serving(seconds: float | None = None) -> Iterator[str]:
+def serving(seconds: float | None = None, tail: tuple[float, float] = (0.0, 0.0)) -> Iterator[str]:
     """The URL of the stub engine."""
     raise_file_limit()
     os.environ["PYTHONPATH"] = str(TASKSETS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=engine, args=(there, seconds), daemon=True
+        target=engine, args=(there, seconds, tail), daemon=True
     )
     process.start()
     try:

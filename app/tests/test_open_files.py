@@ -32,7 +32,7 @@ def config(**orchestrator):
 )
 def test_what_the_limit_allows_is_in_flight(limited, hard, batch, inflight):
     limited(hard)
-    fitted, notices = fit(config(batch_size=batch))
+    fitted, notices = fit(config(batch_size=batch, max_off_policy_steps=0))
     assert fitted.orchestrator.max_inflight_rollouts == inflight
     if inflight is None:
         assert notices == []
@@ -42,6 +42,12 @@ def test_what_the_limit_allows_is_in_flight(limited, hard, batch, inflight):
             "rollouts in flight may need 4 files each. Raise the hard limit (LimitNOFILE=, "
             "/etc/security/limits.conf) for more at once"
         ]
+
+
+def test_a_run_that_adapts_may_have_all_batches_in_flight_that_train_in_time(limited):
+    limited(1024)
+    fitted, (notice,) = fit(config(batch_size=100, max_off_policy_steps=8))
+    assert fitted.orchestrator.max_inflight_rollouts == 224 and "900 rollouts" in notice
 
 
 def test_a_number_that_is_set_stays_and_is_named(limited):

@@ -12,7 +12,8 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher
+from prime_rl.orchestrator.admission import inflight_limit
+from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.testing import make_rollout
 
 
@@ -173,8 +174,8 @@ async def test_several_rollouts_of_one_member_all_survive():
 
 @pytest.mark.parametrize(("lag", "batches"), [(0, 1), (1, 2), (8, 2)])
 async def test_how_far_ahead_of_the_weights(lag, batches):
-    """Version 0 samples batch 1, and batch 2 if that may be off-policy; LEAD caps the rest."""
-    assert LEAD == 1
+    """Version 0 samples batch 1, and batch 2 if that may be off-policy; no further
+    one before a step was trained."""
     async with World(size=4, batch=8, lag=lag) as world:
         assert world.dispatcher.num_inflight == 8 * batches
 
@@ -253,6 +254,25 @@ async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
         assert world.dispatcher.num_inflight == 12
 
 
+@pytest.mark.parametrize(
+    ("configured", "capacities", "synchronous", "lead", "number", "reason"),
+    [
+        (5, [64], None, 1.0, 5, "orchestrator.max_inflight_rollouts"),
+        (None, [64, 16], None, 4.0, 100, "2 engines run 80 at once, and 25% wait"),
+        (None, [64, None], None, 1.0, 16, "two batches"),
+        (None, [], None, 3.0, 32, "4.0 batches, by the durations of groups"),
+        (None, [64], 8, 1.0, 8, "one batch, since max_off_policy_steps = 0"),
+    ],
+)
+def test_how_many_rollouts_may_be_in_flight_and_why(
+    configured, capacities, synchronous, lead, number, reason
+):
+    limit = inflight_limit(
+        configured, capacities, synchronous=synchronous, batch_size=8, longest_lead=lead
+    )
+    assert (limit.number, limit.reason) == (number, reason)
+
+
 # -- age ------------------------------------------------------------------------------------
 
 
@@ -287,7 +307,7 @@ async def test_a_batch_keeps_places_for_groups_that_no_later_batch_may_train():
 )
 async def test_groups_too_old_for_the_coming_version_are_voided(lag, version, dropped):
     world = World(size=4, batch=8, lag=lag)
-    world.num_buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
+    world.num_buffered = 8 * (min(lag, 1))  # so that two groups are in flight, whatever the lead
     async with world:
         assert world.dispatcher.num_inflight == 8
         world.num_buffered = 1000

@@ -240,7 +240,9 @@ class OrchestratorConfig(Settings):
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Groups in flight, as a multiple of what the batch still needs: makes up for filtered ones."""
     max_inflight_rollouts: PositiveInt | None = None
-    """Maximum of rollouts sampled at once. None: ``batch_size * oversampling_factor``."""
+    """Maximum of rollouts sampled at once. None: what the engines say that they can run, and a
+    quarter more; if one does not say, two batches, or more if groups take longer than a step. With
+    ``max_off_policy_steps = 0``, ``batch_size * oversampling_factor``."""
     algo: AlgoConfig = AlgoConfig()
     sampler: SamplerConfig = SamplerConfig()
     buffer: dict[str, Any] | None = None
@@ -281,7 +283,17 @@ class OrchestratorConfig(Settings):
 
     @property
     def max_inflight(self) -> int:
-        return self.max_inflight_rollouts or int(self.batch_size * self.oversampling_factor)
+        """Before the engines have said what they can run."""
+        batches = self.oversampling_factor
+        if self.max_off_policy_steps > 0:
+            batches = max(2.0, batches)
+        return self.max_inflight_rollouts or int(self.batch_size * batches)
+
+    @property
+    def most_inflight(self) -> int:
+        """However the run adapts: everything that may train within ``max_off_policy_steps``."""
+        batches = self.max_off_policy_steps + 1
+        return self.max_inflight_rollouts or max(self.max_inflight, self.batch_size * batches)
 
     @property
     def sampler_table(self) -> SamplerConfig:

@@ -76,6 +76,8 @@ class Health(msgspec.Struct):
     max_model_len: int | None = None
     pauses_itself: bool = False
     """Sampling goes on while ``/update_weights`` reads and checks files."""
+    capacity: int | None = None
+    """Requests that it can run at once; None: it does not say."""
 
 
 class _Card(msgspec.Struct):

@@ -4,11 +4,8 @@ Each dispatched rollout is accounted for exactly once: it arrives finished, it a
 its group is cancelled. A group is handed on when all its members are accounted for; a stale group
 is voided whole.
 
-Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the
-present version. With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag =
-min(max_off_policy_steps, LEAD)``: while step n trains (v = n - 1), batch n + 1 is sampled.
-A batch keeps places for the groups that would be too old for the next one, and waits for them: what
-trains would else be shorter than what was requested, because long rollouts age the most.
+Pacing comes before dropping: ``admission`` decides which groups open and which complete ones the
+batch gets, such that nothing is requested that could not train in time.
 ``max_off_policy_steps = 0`` is the synchronous run: groups are handed on in the order they were
 opened in, and back-fill is requested at fixed points, so that nothing depends on timing.
 """
@@ -17,16 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
-from math import ceil
 
 import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
+from prime_rl.orchestrator.admission import (
+    Admission,
+    InflightLimit,
+    Standing,
+    Ticket,
+    inflight_limit,
+)
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, TrainEnv
 from prime_rl.rollout import Rollout
@@ -36,29 +39,21 @@ log = logging.getLogger(__name__)
 CANCEL_SECONDS = 10.0
 """How long a cancelled rollout may take to end."""
 
-LEAD = 1
-"""How many batches beyond the one in training may be sampled."""
 
-
-@dataclass(eq=False)
-class OpenGroup:
+@dataclass(eq=False, kw_only=True)
+class OpenGroup(Ticket):
     """A group in flight: what was requested, and what has come back."""
 
-    group_id: int
     env: TrainEnv
     example_id: int
-    policy_version: int
-    """The version when it was opened; its prefix cache is salted with it and its staleness counts
-    from it."""
     members: dict[int, Sequence[Rollout] | None] = field(default_factory=dict)
     """What each member gave, by its number: one rollout per trainable agent. None: it failed."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    handed_on: bool = False
     cancelled: bool = False
 
     @property
-    def size(self) -> int:
-        return self.env.group_size
+    def ages(self) -> bool:
+        return self.env.source.is_live
 
     @property
     def num_inflight(self) -> int:
@@ -109,18 +104,22 @@ class Dispatcher:
         self._engines, self._buffer = engines, buffer
         self._envs = {env.name: env for env in envs}
         self._next_group, self._run_rollout = next_group, run_rollout
-        self._config, self._max_steps = config.orchestrator, config.max_steps
-        self._lag = min(self._config.max_off_policy_steps, LEAD)
-        self._in_order = self._config.max_off_policy_steps == 0
+        self._config = config.orchestrator
         self._yields: dict[str, float] = {}
+        self.admission = Admission(
+            batch_size=self._config.batch_size,
+            max_off_policy_steps=self._config.max_off_policy_steps,
+            max_steps=config.max_steps,
+            oversampling_factor=self._config.oversampling_factor,
+            places=self._places,
+        )
         self._wake = asyncio.Event()
+        self._chosen: dict[int, OpenGroup] = {}
+        """Groups that are not open yet."""
         self._open: dict[int, OpenGroup] = {}
-        """Every group that is not taken in yet, in the order of their ids."""
-        self._waiting: Counter[str] = Counter()
-        """Their rollouts, by env."""
+        """Groups that are open and not taken in."""
         self._inflight = 0
         self._opened = 0
-        self._reopen: deque[RequestedGroup] = deque()
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
@@ -136,7 +135,7 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Rollouts of groups that are not taken in yet."""
-        return self._waiting.total()
+        return self.admission.num_open
 
     @property
     def versions_behind(self) -> list[int]:
@@ -154,12 +153,21 @@ class Dispatcher:
     def taken(self, group: OpenGroup) -> None:
         """An arrived group is buffered or dropped now."""
         del self._open[group.group_id]
-        self._waiting[group.env.name] -= group.size
+        self.admission.remove(group)
         if survivors := group.survivors:
             num_finished = group.size - group.num_failed
             self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
-        if self._in_order:
+        if self.admission.in_order:
             self._open_groups()
+        self.wake()
+
+    def batch_sent(self, step: int) -> None:
+        """The trainer can have the batch of ``step``."""
+        self.admission.pace.batch_sent(step, self._clock())
+
+    def version_served(self, version: int) -> None:
+        """The engines sample from ``version``."""
+        self.admission.pace.version_served(version, self._clock())
         self.wake()
 
     # -- resuming from a checkpoint ---------------------------------------------------------------
@@ -167,15 +175,18 @@ class Dispatcher:
     @property
     def requested(self) -> Requested:
         """What a resumed run needs to request the same groups, each once."""
-        groups = self._open.values()
+        groups = [(self._open | self._chosen)[number] for number in self.admission.tickets]
         waiting = [RequestedGroup(g.group_id, g.env.name, g.example_id) for g in groups]
-        return Requested(self._opened, [*waiting, *self._reopen], dict(self._yields))
+        return Requested(self._opened, waiting, dict(self._yields))
 
     def resume(self, requested: Requested) -> None:
         """Continue the count of groups, and request those in flight first. Before ``run``."""
         self._opened = requested.groups_opened
-        self._reopen.extend(group for group in requested.waiting if group.env in self._envs)
-        if gone := len(requested.waiting) - len(self._reopen):
+        for group in requested.waiting:
+            if group.env in self._envs:
+                self._choose(group.group_id, self._envs[group.env], group.example)
+        gone = len(requested.waiting) - len(self._chosen)
+        if gone:
             log.warning("%d groups that were in flight are of envs that are gone", gone)
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
 
@@ -187,44 +198,89 @@ class Dispatcher:
         while self._crash is None:
             self._open_groups()
             self._wake.clear()
-            await self._wake.wait()
+            # While nothing comes back, the groups in flight turn out to be the long ones.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.admission.look_again):
+                    await self._wake.wait()
         raise self._crash
+
+    @property
+    def limit(self) -> InflightLimit:
+        """Rollouts that may be sampled at once. At least a group fits."""
+        is_synchronous = self.admission.in_order
+        serving = getattr(self._engines.fleet, "serving", ())
+        return inflight_limit(
+            self._config.max_inflight_rollouts,
+            [engine.client.health.capacity for engine in serving],
+            synchronous=self._config.max_inflight if is_synchronous else None,
+            batch_size=self._config.batch_size,
+            longest_lead=self.admission.longest_lead,
+        )
+
+    @property
+    def max_inflight(self) -> int:
+        """The number of ``limit``."""
+        return self.limit.number
 
     def room(self) -> int:
         """How many more rollouts may be dispatched now. A group is opened while this is
         positive."""
-        last_batch = min(self._engines.policy.version + 1 + self._lag, self._max_steps)
-        batches = last_batch - self._buffer.batch.step + 1
-        if batches <= 0 or self._engines.fleet.asleep:
+        if self._engines.fleet.asleep:
             return 0
-        # A group counts whole until it is taken in: members that came back early still belong to
-        # its batch.
-        coming = sum(self._places(self._envs[env], n) for env, n in self._waiting.items())
-        needed = max(0, batches * self._config.batch_size - self._buffer.num_buffered)
-        wanted = ceil(needed * self._config.oversampling_factor - coming)
-        return min(wanted, self._config.max_inflight - self.num_inflight)
+        return min(self.admission.room(self._standing), self.max_inflight - self.num_inflight)
 
-    def _places(self, env: TrainEnv, members: int) -> float:
+    @property
+    def _standing(self) -> Standing:
+        version = self._engines.policy.version
+        return Standing(version, self._buffer.batch.step, self._buffer.num_buffered)
+
+    def _places(self, env: str, members: int) -> float:
         """Rollouts that members of groups will bring: at first one per agent of their env."""
-        return members * self._yields.get(env.name, len(env.host.agents))
+        return members * self._yields.get(env, len(self._envs[env].host.agents))
 
     def _open_groups(self) -> None:
+        if self._engines.fleet.asleep:
+            self.admission.in_turn = True
+            return
+        self.admission.measure(self._engines.policy.version, self._clock())
+        most = self.max_inflight
+        for ticket in self.admission.to_open(self._standing):
+            if self.num_inflight >= most:
+                return
+            self._open_group(self._chosen[ticket.group_id])
         while self.room() > 0:
-            if self._reopen:
-                again = self._reopen.popleft()
-                group_id, env, example_id = again.group_id, self._envs[again.env], again.example
-            else:
-                env, example_id = self._next_group()
-                group_id, self._opened = self._opened, self._opened + 1
-            group = OpenGroup(group_id, env, example_id, self._engines.policy.version)
-            self._open[group_id] = group
-            self._waiting[env.name] += group.size
-            self._inflight += group.size
-            self.counts["dispatched"] += group.size
-            for index in range(group.size):
-                task = asyncio.create_task(self._member(group, index))
-                group.tasks.add(task)
-                task.add_done_callback(group.tasks.discard)
+            env, example_id = self._next_group()
+            group = self._choose(self._opened, env, example_id)
+            self._opened += 1
+            if self.admission.is_near(group, self._standing):
+                self._open_group(group)
+
+    @staticmethod
+    def _clock() -> float:
+        """The event loop's, so that a test can simulate a run."""
+        return asyncio.get_running_loop().time()
+
+    def _choose(self, group_id: int, env: TrainEnv, example_id: int) -> OpenGroup:
+        group = OpenGroup(
+            group_id=group_id,
+            env_name=env.name,
+            size=env.group_size,
+            env=env,
+            example_id=example_id,
+        )
+        self._chosen[group_id] = group
+        self.admission.choose(group)
+        return group
+
+    def _open_group(self, group: OpenGroup) -> None:
+        self._open[group.group_id] = self._chosen.pop(group.group_id)
+        self.admission.open(group, self._engines.policy.version, self._clock())
+        self._inflight += group.size
+        self.counts["dispatched"] += group.size
+        for index in range(group.size):
+            task = asyncio.create_task(self._member(group, index))
+            group.tasks.add(task)
+            task.add_done_callback(group.tasks.discard)
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
@@ -240,7 +296,8 @@ class Dispatcher:
         group.members[index] = rollouts
         self._inflight -= not group.cancelled
         self.counts["failed" if rollouts is None else "finished"] += 1
-        if not group.num_inflight:
+        if not (group.num_inflight or group.cancelled):
+            self.admission.complete(group, self._clock())
             self._hand_on()
         self._wake.set()
 
@@ -249,35 +306,9 @@ class Dispatcher:
         self._wake.set()
 
     def _hand_on(self) -> None:
-        """Give complete groups to the loop, once all before them are complete or as they fit."""
-        prefix = takewhile(lambda group: not group.num_inflight, self._open.values())
-        for group in [*(prefix if self._in_order else self._fitting())]:
-            if not group.handed_on:
-                group.handed_on = True
-                self.arrivals.put_nowait(group)
-
-    def _fitting(self) -> Iterator[OpenGroup]:
-        """Complete groups, oldest first: those that no later batch may train, while the batch has
-        places; then others, unless they take the place of one of the former in flight."""
-        oldest = self._buffer.batch.step - self._config.max_off_policy_steps  # for the next batch
-        left: float = self._config.batch_size - self._buffer.num_buffered
-        due, others = [], []
-        for group in self._open.values():
-            if group.handed_on:
-                left -= self._places(group.env, group.size)
-            elif group.policy_version < oldest and group.env.source.is_live:
-                due.append(group)
-            elif not group.num_inflight:
-                others.append(group)
-        for group in due:
-            if left > 0 and not group.num_inflight:
-                yield group
-            left -= self._places(group.env, group.size)
-        expects_due = any(group.num_inflight for group in due)
-        for group in others:
-            if left >= self._places(group.env, group.size) or not expects_due:
-                yield group
-                left -= self._places(group.env, group.size)
+        """Give complete groups to the loop."""
+        for ticket in self.admission.hand_on(self._standing, self._clock()):
+            self.arrivals.put_nowait(self._open[ticket.group_id])
 
     # -- cancelling groups ------------------------------------------------------------------------
 
@@ -303,7 +334,7 @@ class Dispatcher:
         for group in groups:
             group.cancelled = True
             del self._open[group.group_id]
-            self._waiting[group.env.name] -= group.size
+            self.admission.cancel(group, self._clock())
             self._inflight -= group.num_inflight
         pending = {task: group.env.name for group in groups for task in group.tasks}
         for task in pending:

@@ -151,8 +151,11 @@ class Sampling(Observer):
             for observer in self._installed:
                 observer.rollouts_lost(env, "cancelled", number)
 
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
+        self.dispatcher.batch_sent(batch.step)
+
     def version_served(self, version: int) -> None:
-        self.dispatcher.wake()
+        self.dispatcher.version_served(version)
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -177,10 +180,12 @@ class Sampling(Observer):
         }
         detail: dict[str, Any] = {} if share is None else {"evaluated": f"{share:.0%}"}
         size = self.context.config.orchestrator.batch_size
+        limit = self.dispatcher.limit
         self.context.status.report(
             f"sampling batch {self.buffer.batch.step}",
             waiting_for=texts.get(self.waits_for),
             inflight=self.dispatcher.num_inflight,
+            inflight_limit=f"{limit.number} ({limit.reason})",
             buffered=f"{min(self.buffer.num_buffered, size)}/{size}",
             **detail,
         )
@@ -191,6 +196,8 @@ class Sampling(Observer):
         found["batch/truncated_samples"] = float(self._num_cut)
         self._num_cut = 0
         found["dispatcher/inflight/train"] = float(self.dispatcher.num_inflight)
+        found["dispatcher/max_inflight"] = float(self.dispatcher.max_inflight)
+        found |= self.dispatcher.admission.take_metrics()
         for env in self.envs:
             found[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[env.name])
             if isinstance(env.source, ExternalSource):

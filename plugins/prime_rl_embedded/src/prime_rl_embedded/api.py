@@ -45,6 +45,7 @@ class Api:
         scheduler = self.engine.scheduler
         receives = {"workers": 1, "backends": backends(scheduler.model.device.type == "cuda")}
         health = {"version": scheduler.version, "receives": receives, "pauses_itself": True}
+        health["capacity"] = scheduler.num_slots
         return JSONResponse({"status": "ok", **health})
 
     async def models(self, http: HTTPRequest) -> Response:

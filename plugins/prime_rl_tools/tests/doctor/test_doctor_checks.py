@@ -253,6 +253,13 @@ def engines_wait(run):
         row["wait/orchestrator/trainer_room"] = 0.35 * row["time/step"]
 
 
+def batch_is_held(run):
+    for row in run.rows.values():
+        row["pace/training"] = 6.0
+        row["pace/held"] = 3.0
+        row["pace/starved"] = 1.0
+
+
 PLANTED = {
     "entropy_collapse": entropy_spent,
     "mismatch_growth": mismatch_grows,
@@ -268,6 +275,7 @@ PLANTED = {
     "rate_too_low": policy_stands_still,
     "trainer_starved": trainer_waits,
     "engines_starved": engines_wait,
+    "held_by_tail": batch_is_held,
 }
 
 

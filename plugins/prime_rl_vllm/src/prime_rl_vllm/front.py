@@ -137,6 +137,7 @@ class Front:
                 "version": self.state.version,
                 "receives": self.state.receives,
                 "pauses_itself": True,
+                "capacity": self.state.capacity,
             }
         )
 

@@ -63,6 +63,12 @@ class State:
         return {"workers": parallel.world_size, "backends": backends(on_gpu)}
 
     @property
+    def capacity(self) -> int:
+        """Requests that run at once: ``max_num_seqs`` of each data-parallel engine."""
+        config = self.engine.vllm_config
+        return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
+
+    @property
     def serves_adapters(self) -> bool:
         """Whether adapters are loaded beside the base (``enable_lora``), and not merged into it."""
         return self.engine.vllm_config.lora_config is not None

@@ -26,7 +26,7 @@ from prime_rl_tools.doctor.checks import (
 )
 from prime_rl_tools.doctor.history import MIN_STEPS, History
 from prime_rl_tools.doctor.measures import Verdict
-from prime_rl_tools.doctor.updates import rate_too_high, rate_too_low, starved
+from prime_rl_tools.doctor.updates import held_by_tail, rate_too_high, rate_too_low, starved
 
 __all__ = ["CHECKS", "EVERY", "MIN_STEPS", "History", "Verdict", "diagnose"]
 
@@ -36,6 +36,7 @@ EVERY = 10
 CHECKS: tuple[Callable[[History], Iterable[Verdict]], ...] = (
     *(entropy_collapse, mismatch_growth, length_drift, dominant_term, silent_env, truncation),
     *(dead_groups, clip_share, staleness_bias, duplicates, rate_too_high, rate_too_low, starved),
+    held_by_tail,
 )
 
 

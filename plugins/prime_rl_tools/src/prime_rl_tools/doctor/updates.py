@@ -100,3 +100,29 @@ def starved(run: History) -> Iterator[Verdict]:
                 "accelerators, because processes on CPUs share the cores",
                 advice,
             )
+
+
+HELD = 0.25
+
+
+def held_by_tail(run: History) -> Iterator[Verdict]:
+    """The trainer waits for groups that take longer than their age allows."""
+    causes = ("pace/training", "pace/held", "pace/starved")
+    seconds = {cause: float(run.values(cause, run.late).sum()) for cause in causes}
+    share = seconds["pace/held"] / max(sum(seconds.values()), 1e-9)
+    if share <= HELD:
+        return
+    by_env = {env: float(run.values(f"pace/held/{env}", run.late).sum()) for env in run.envs}
+    slowest = max(by_env, key=lambda env: by_env[env], default=None)
+    yield Verdict(
+        "held_by_tail",
+        "A few long rollouts set the pace: other groups are complete, and the batch keeps places "
+        "for those that no later batch may train.",
+        f"pace/held: {share:.0%} of the time ({span(run.late)}); pace/training "
+        f"{seconds['pace/training']:.3g} s, pace/starved {seconds['pace/starved']:.3g} s",
+        f"above {HELD:.0%}. With everything trained that was requested, a step takes at least the "
+        "longest group over max_off_policy_steps + 1. By convention",
+        "raise orchestrator.max_off_policy_steps; bound the length by orchestrator.train.sampling."
+        "max_completion_tokens, or the time by the env's timeout and max_turns",
+        slowest if len(run.envs) > 1 else None,
+    )
