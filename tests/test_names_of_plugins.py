@@ -14,6 +14,7 @@ OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
     ("registry/offers.py", "auto"),
+    ("trainer/loop.py", "disk"),  # what the trainer waits for
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }

@@ -11,7 +11,6 @@ from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl.rundir.machine import visible_gpus
-from prime_rl_app import gpus
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.config import load_config
 from prime_rl_app.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks
@@ -68,7 +67,7 @@ def test_silence_of_the_driver_does_not_mean_that_there_is_no_gpu(machine, monke
     launcher = machine(2)
     (script,) = (Path(folder) / "nvidia-smi" for folder in [os.environ["PATH"]])
     script.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
-    monkeypatch.setattr(gpus, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr("prime_rl.rundir.machine.ASK_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=r"nvidia-smi has not answered for 0\.1 s"):
         launcher.num_gpus()
 

@@ -21,7 +21,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import checkpoint, publish
+from prime_rl.trainer import checkpoint, published
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
@@ -37,7 +37,7 @@ def batches(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(published, "RETRY_SECONDS", 0.0)
 
 
 def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6, **more: Any) -> Trainer:
@@ -286,12 +286,12 @@ def test_a_write_that_fails_is_repeated_once_and_the_status_names_the_disk(
         if next(attempts):
             raise WeightsError("disk full")
 
-    publish.retry(write, "publish weights version 3", status)
+    published.retry(write, "publish weights version 3", status)
     assert status.last.waiting_for == "disk (disk full)"
     assert "cannot publish weights version 3, next attempt in 0 s: disk full" in caplog.text
     attempts = iter([True, True])
     with pytest.raises(WeightsError, match="disk full"):
-        publish.retry(write, "publish", status)
+        published.retry(write, "publish", status)
 
 
 def test_the_mark_of_a_version_is_written_again_after_a_full_disk(

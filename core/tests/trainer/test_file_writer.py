@@ -14,7 +14,7 @@ from waiting import eventually
 
 from prime_rl import WeightsError
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import publish
+from prime_rl.trainer import published
 from prime_rl.trainer.file_writer import FileWriter
 from prime_rl.trainer.publish import Broadcaster
 from prime_rl.trainer.published import Publisher
@@ -85,7 +85,7 @@ def test_the_trainer_goes_on_while_a_version_is_written(
 ) -> None:
     step(broadcaster, 1)
     step(broadcaster, 2)
-    (writer,) = broadcaster._writers
+    writer = broadcaster._writer
     buffers = [own["weight"].data_ptr() for _, own in writer._jobs]
     assert len(set(buffers)) == 2 and newest_version(tmp_path) is None and announced == []
     third = threading.Thread(target=step, args=(broadcaster, 3))
@@ -118,11 +118,11 @@ def test_an_error_of_the_disk_ends_the_trainer(
     broadcaster: Broadcaster, disk: Disk, tmp_path: Path, announced: list[int],
     monkeypatch: pytest.MonkeyPatch, where: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(publish, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(published, "RETRY_SECONDS", 0.0)
     disk.is_full = True
     disk.open.set()
     step(broadcaster, 1)
-    (writer,) = broadcaster._writers
+    writer = broadcaster._writer
     eventually(lambda: writer._jobs[0][0].done())
     with pytest.raises(WeightsError, match=r"cannot write weights version 1 to .*No space left"):
         if where == "waiting for a batch":
@@ -138,7 +138,7 @@ def test_a_full_disk_delays_a_version(
     broadcaster: Broadcaster, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second attempt writes the copy, and not what the weights are by then."""
-    monkeypatch.setattr(publish.time, "sleep", lambda seconds: setattr(disk, "is_full", False))
+    monkeypatch.setattr(published.time, "sleep", lambda seconds: setattr(disk, "is_full", False))
     disk.is_full = True
     disk.open.set()
     step(broadcaster, 1)

@@ -16,7 +16,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import publish
+from prime_rl.trainer import published
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher
@@ -219,7 +219,7 @@ def test_a_full_disk_delays_a_version_that_waits_in_memory(
             raise refusals.pop()
         touch(path)
 
-    monkeypatch.setattr(publish, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(published, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(Path, "touch", refuse_once)
     broadcaster.prepare(1, exact=False, last=False)
     assert (tmp_path / "step_1" / MEMORY).exists() and not refusals

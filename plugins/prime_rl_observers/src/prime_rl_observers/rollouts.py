@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from prime_rl.rewards import at_least
+from prime_rl import at_least
 from prime_rl.rollout import Rollout
 
 Reduced = dict[str, float]
