@@ -231,6 +231,7 @@ class Simulation:
         admission, before = self.admission, self.counts["dispatched"]
         if admission.measure(self.version, self.now):
             seconds = admission.look_again
+            assert seconds is not None
             heapq.heappush(self._events, (self.now + seconds, LOOK, 0, 0))
         for ticket in admission.to_open(self.standing):
             if self.num_inflight >= self.setting.max_inflight:

@@ -63,10 +63,12 @@ def run_torchrun(options: argparse.Namespace) -> int:
         from torch.distributed.run import main as torchrun
 
     # Else torchrun resolves our host name, perhaps to loopback or another network.
-    address, own = os.environ.get(NODE_ADDRESS), []
+    address = os.environ.get(NODE_ADDRESS)
+    own = []
     if address:
         hosts = int(options.endpoint.rpartition(":")[0].strip("[]") == address)
         own = [f"--local-addr={address}", f"--rdzv-conf=is_host={hosts}"]
+
     torchrun(
         [
             *own,
@@ -110,15 +112,19 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stopped: Callable[[], bool]
         if any(codes):
             time.sleep(TICK_SECONDS)  # ranks that fail because of it may have exited before it
             return ENDED if stopped() else _report([process.poll() for process in ranks])
+
         if all(code == 0 for code in codes):
             return 0
         if 0 in codes:
             deadline = deadline or time.monotonic() + LINGER_SECONDS
             if time.monotonic() > deadline:
-                done, left = codes.index(0), codes.index(None)
+                done = codes.index(0)
+                left = codes.index(None)
                 print(f"trainer rank {done} is done, and rank {left} does not end", file=sys.stderr)
                 return 1
+
         time.sleep(TICK_SECONDS)
+
     return 0 if all(process.poll() == 0 for process in ranks) else ENDED
 
 
@@ -146,6 +152,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         with suppress(ProcessLookupError):
             process.terminate()
+
     deadline = time.monotonic() + GRACE_SECONDS
     for process in ranks:
         try:

@@ -52,7 +52,8 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     resolved, notices = fitted(build_config(_table(config, overrides)))
     notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
-    hooks, tuning = check(resolved), check_tuning(resolved)
+    hooks = check(resolved)
+    tuning = check_tuning(resolved)
     if resume is not None:
         chosen = resuming.plan(resolved, str(resume), tuning)
         print("\n".join(chosen.notes))
@@ -62,6 +63,7 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
         with resuming.begin(resolved, chosen) as (run_dir, checkpoint):
             train_in(resolved, hooks, run_dir, _again(run_dir), checkpoint)
         return Run(run_dir)
+
     run_dir = make_run_dir(resolved)
     with held(run_dir):
         train_in(resolved, hooks, run_dir, _again(run_dir), None)
@@ -82,11 +84,13 @@ def _table(config: Config, overrides: Mapping[str, Any]) -> dict[str, Any]:
         table = {}
         for path in [config] if isinstance(config, str | Path) else config:
             table = merge(table, read_toml(Path(path)))
+
     for key, value in overrides.items():
         if isinstance(value, Mapping) and "." not in key:
             table = merge(table, {key: value})
         else:
             set_at(table, key.split("."), str(value) if isinstance(value, Path) else value)
+
     return table
 
 
@@ -146,6 +150,7 @@ class Run:
         if step is not None and step not in files:
             saved = f"{min(files)} to {max(files)}" if files else "none"
             raise RunError(f"{self.path}: no rollouts of step {step} are saved (saved: {saved})")
+
         for path in files.values() if step is None else [files[step]]:
             _, rollouts, reasons = read_rollouts(path)
             for rollout, reason in zip(rollouts, reasons, strict=True):
@@ -176,7 +181,8 @@ class Run:
         """In a notebook: the state in one line, and the learning curve of a run that has ended."""
         from base64 import b64encode
 
-        info, picture = run_info(self.path), self.path / "learning_curve.png"
+        info = run_info(self.path)
+        picture = self.path / "learning_curve.png"
         reward = "" if info.reward is None else f", reward {info.reward:.3f}"
         text = (
             f"<b>{escape(info.name)}</b>: {info.state}, step {info.step}/{info.max_steps}{reward}"

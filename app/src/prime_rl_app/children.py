@@ -64,7 +64,9 @@ class Pause(Process):
     exit_code = None
 
     def __init__(self, process: Process, until: float) -> None:
-        self.name, self.log, self.until = process.name, process.log, until
+        self.name = process.name
+        self.log = process.log
+        self.until = until
 
 
 def start(
@@ -87,6 +89,7 @@ def start(
             start_new_session=True,
             env={**QUIET_CPU, **os.environ, **env, PARENT_PID: str(os.getpid())},
         )
+
     return Child(name, process, log)
 
 
@@ -104,10 +107,12 @@ def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
         if child.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGTERM)
+
     deadline = time.monotonic() + grace
     for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
+
     for child in children:
         child.kill()  # grandchildren included
         child.process.wait()
@@ -190,6 +195,7 @@ class LocalLauncher(Launcher):
             env[VISIBLE] = ",".join(devices[number] for number in task.gpus)
             if VISIBLE not in os.environ:  # nvidia-smi orders by bus, CUDA by speed
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+
         child = start(task.name, command.argv, env, command.log, self._popen)
         return self._children.setdefault(task.name, child)
 

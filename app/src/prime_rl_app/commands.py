@@ -22,7 +22,9 @@ from prime_rl.rundir.status import process_name
 
 PYTHON = [sys.executable, "-P", "-m"]
 """``-P``: no file in the working directory replaces a module of Python's or a plugin."""
-MODEL, ORCHESTRATOR, TRAINER = "prime_rl_app.models", "prime_rl.orchestrator", "prime_rl.trainer"
+MODEL = "prime_rl_app.models"
+ORCHESTRATOR = "prime_rl.orchestrator"
+TRAINER = "prime_rl.trainer"
 """The modules that these processes run."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Names of the settings of torch's allocator on a GPU."""
@@ -74,12 +76,15 @@ class Commands:
         # The model is, or will be, a local folder.
         env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
         needs = [self.run_dir / "configs" / "launch.json"]
-        if without := disabled() | {*self.config.plugins.disabled}:
+        without = disabled() | {*self.config.plugins.disabled}
+        if without:
             env[DISABLE] = ",".join(sorted(without))
         if task.part == "model":  # the only process that may access the hub
             own = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
             return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
-        model, initial = Path(self.launch.model_path), self.launch.initial
+
+        model = Path(self.launch.model_path)
+        initial = self.launch.initial
         # A machine must see the model's folder, or its parent until the folder exists.
         needs.append(model.parent if self.launch.wait_for_model else model)
         if initial != model:
@@ -93,12 +98,14 @@ class Commands:
                 engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
             )
             return ProcessCommand(command.argv, log, env | dict(command.env), needs)
+
         if task.part == "trainer":
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
             # The user's own settings replace ours, also on a machine that does not inherit them.
             users = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
             env |= users or EXPANDABLE
             return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
+
         return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
 
 
@@ -129,11 +136,14 @@ def engine_launch(
     config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
 ) -> EngineLaunch:
     """An engine of the policy, or one after them, which starts with its first weights."""
-    name, initial = process_name("inference", number), launch.initial
-    if lives := name in launch.engine_names:
+    name = process_name("inference", number)
+    initial = launch.initial
+    lives = name in launch.engine_names
+    if lives:
         url = launch.engine_urls[launch.engine_names.index(name)]
     else:
         url = [*launch.reference_urls.values()][number - config.inference.replicas]
+
     host, _, port = url.removeprefix("http://").rpartition(":")
     return EngineLaunch(
         model_path=Path(launch.model_path) if lives else initial,

@@ -27,7 +27,8 @@ from prime_rl_app.open_files import fit as fit_open_files
 DEFAULTS = "prime_rl_app.plugin"
 """Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
-HERE, FITS = "prime_rl.machine_defaults", "prime_rl.fits"
+HERE = "prime_rl.machine_defaults"
+FITS = "prime_rl.fits"
 """Entry-point groups of functions: that return a table of defaults for this machine; that return a
 config with what it leaves open decided for this machine, and notices of that."""
 
@@ -73,9 +74,11 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
 
 def without_replaced(table: Mapping[str, Any]) -> dict[str, Any]:
     """A config, or that of an older run, without the installed defaults that it replaces."""
-    whole, defaults = dict(table), installed_defaults()
+    whole = dict(table)
+    defaults = installed_defaults()
     for place, given, key in REPLACED:
-        part, default = whole.get(place), defaults.get(place, {}).get(key)
+        part = whole.get(place)
+        default = defaults.get(place, {}).get(key)
         if isinstance(part, dict) and part.get(given) is not None and part.get(key) == default:
             whole[place] = {name: value for name, value in part.items() if name != key}
     return whole
@@ -101,12 +104,14 @@ def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
         # The config keeps what was asked for: resumed with more steps, the run has it all.
         shorter = f"max_steps {steps} shortens warmup_steps to {shortened.warmup_steps}"
         notices.append(f"trainer.scheduler: {shorter}, until the run is resumed with more steps")
+
     config, more = fit_open_files(config)
     notices += more
     with leaving_out(config.plugins.disabled):
         for entry in entries(FITS):
             config, more = entry.load()(config)
             notices += more
+
     return config, notices
 
 
@@ -120,6 +125,7 @@ def installed_defaults() -> dict[str, Any]:
             f"{len(offered)} installed distributions offer defaults ({names}), expected one. "
             "Uninstall the others."
         )
+
     tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in offered]
     for entry in entries(HERE):
         tables = [merge(each, entry.load()()) for each in tables]
@@ -163,6 +169,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
             result.append(([path[0].removeprefix("no_"), *path[1:]], "false"))
         else:
             result.append((path, "true"))
+
     return result
 
 
@@ -176,11 +183,13 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[list[str], str | No
             raise ConfigError(
                 f"{name!r}: expected --dotted.key value. Config files come before the overrides."
             )
+
         name, equals, text = name[2:].partition("=")
         value: str | None = text if equals else None
         if not equals and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         result.append((name.replace("-", "_").split("."), value))
+
     return result
 
 
@@ -210,6 +219,7 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
                     f"{len(current) - 1}, got {part!r}"
                 )
             key = int(part)
+
         if depth == len(path):
             current[key] = value
         else:

@@ -27,13 +27,16 @@ RESERVED_LABELS = ("agg", "all", "effective")
 def check_envs(config: RunConfig) -> None:
     """Environments exist and have distinct labels; groups divide the batch, suffice for its
     minibatches and fit in flight; a row holds a sample. Raises ``ConfigError``."""
-    orchestrator, row = config.orchestrator, config.trainer.micro_batch_tokens
-    envs, inflight = orchestrator.train.env, orchestrator.max_inflight_rollouts
+    orchestrator = config.orchestrator
+    row = config.trainer.micro_batch_tokens
+    envs = orchestrator.train.env
+    inflight = orchestrator.max_inflight_rollouts
     if not envs:
         raise ConfigError(
             "orchestrator.train.env: the run has no training environment. Add a table "
             "[[orchestrator.train.env]] with an id."
         )
+
     for part, group in (("train", envs), ("eval", orchestrator.eval.env)):
         for label, count in Counter(env.label for env in group).items():
             if count > 1:
@@ -45,6 +48,7 @@ def check_envs(config: RunConfig) -> None:
                 raise ConfigError(
                     f"orchestrator.{part}.env: the name {label!r} is taken by metrics"
                 )
+
     sizes = [env.group_size or orchestrator.group_size for env in envs]
     for env, size in zip(envs, sizes, strict=True):
         if orchestrator.batch_size % size:
@@ -52,21 +56,25 @@ def check_envs(config: RunConfig) -> None:
                 f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
                 f"{orchestrator.batch_size}. Make the batch a multiple of every group size."
             )
+
     if row is not None and row < config.seq_len:
         raise ConfigError(
             f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
             f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
         )
+
     sources = [(env.algo or orchestrator.algo).sampling.source for env in envs]
     if any(isinstance(source, SourceTable) for source in sources):  # groups of any size
         sizes.append(1)
-    largest, groups = max(sizes), orchestrator.batch_size // min(sizes)
+    largest = max(sizes)
+    groups = orchestrator.batch_size // min(sizes)
     if config.trainer.minibatches > groups:
         raise ConfigError(
             f"trainer.minibatches: a batch of {orchestrator.batch_size} rollouts has at most "
             f"{groups} groups, which are not split, so it cannot have {config.trainer.minibatches} "
             "minibatches. Lower it, or raise orchestrator.batch_size."
         )
+
     if inflight is not None and inflight < largest:
         raise ConfigError(
             f"orchestrator.max_inflight_rollouts: {inflight} cannot hold one group of {largest}. "
@@ -85,19 +93,23 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
     chosen = []
     for env, algorithm in _algorithms(config, hooks):
-        cls, action_loss = type(algorithm), algorithm.action_loss
+        cls = type(algorithm)
+        action_loss = algorithm.action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         try:
             component = losses[action_loss]
         except ConfigError as error:
             where = "" if action_loss == "rl" else f"{where} trains the loss {action_loss!r}. "
             raise ConfigError(f"{where}{error}") from error
+
         _check_losses(where, algorithm, losses)
-        if missing := [name for name in cls.needs_heads if name not in losses.heads]:
+        missing = [name for name in cls.needs_heads if name not in losses.heads]
+        if missing:
             raise ConfigError(
                 f"{where} needs the head {missing[0]!r}, which is no part of this run. Add a table "
                 f"[trainer.heads.{missing[0]}]; it may be empty."
             )
+
         _check_env(where, cls, component, env, config)
         _check_source(where, cls, env, env.algo or shared, component, hooks)
         chosen.append((where, algorithm, component))
@@ -110,13 +122,15 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                     f"{renderer!r} does not tell it. Set orchestrator.renderer.name to the "
                     "renderer of the model's family."
                 )
+
     _check_unread(config, hooks, losses)
     _check_earlier_weights(chosen, config)
 
 
 def algorithm_of(env: EnvConfig, config: RunConfig, hooks: Hooks) -> Algorithm:
     """The algorithm of a training env. Raises ``ConfigError``."""
-    algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+    algo = env.algo or config.orchestrator.algo
+    where = f"env {env.label!r}: algo"
     return make(ALGORITHM, algo.type, algo.settings, hooks, where)
 
 
@@ -129,8 +143,10 @@ def _check_earlier_weights(
     chosen: Sequence[tuple[str, Algorithm, Component]], config: RunConfig
 ) -> None:
     """The run has the earlier weights that losses and algorithms read, and no others."""
-    initial, decay = config.orchestrator.initial, config.trainer.ema_decay
-    key, num_readers = "deployment.colocated" if config.deployment.colocated else "", 0
+    initial = config.orchestrator.initial
+    decay = config.trainer.ema_decay
+    key = "deployment.colocated" if config.deployment.colocated else ""
+    num_readers = 0
     key = key if config.inference.base_url is None else "inference.base_url"
     for where, algorithm, component in chosen:
         num_readers += (of_loss := "ema_logprobs" in component.computed) or algorithm.needs_ema
@@ -140,6 +156,7 @@ def _check_earlier_weights(
                 f"{where} {loss or 'reads host.ema'}, and trainer.ema_decay is not "
                 "set. Set it, 0.99 for example."
             )
+
         if algorithm.needs_ema and key:
             raise ConfigError(f"{where} reads host.ema, an engine that no run with {key} starts.")
         if algorithm.needs_initial and initial is None and key:
@@ -148,6 +165,7 @@ def _check_earlier_weights(
                 f"the run starts none. Serve them (prime-rl serve {config.model.name}), and set "
                 "orchestrator.initial to the model's name and base_url."
             )
+
     if initial is not None and not any(each.needs_initial for _, each, _ in chosen):
         raise ConfigError("orchestrator.initial: no env's algorithm reads it. Leave it out.")
     if decay is not None and not num_readers:
@@ -159,12 +177,15 @@ def readers_of_earlier(config: RunConfig) -> tuple[bool, list[str]]:
     algorithms ask engines for which the run has to start: ``initial``, ``ema``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    losses, initial, ema = Components.load(config.trainer, trainer), False, False
+    losses = Components.load(config.trainer, trainer)
+    initial = False
+    ema = False
     names = set(config.trainer.losses)
     for _, algorithm in _algorithms(config, hooks):
         names.add(algorithm.action_loss)
         initial |= algorithm.needs_initial and config.orchestrator.initial is None
         ema |= algorithm.needs_ema
+
     asked = ["initial"] * initial + ["ema"] * ema
     return any("initial_logprobs" in losses[name].computed for name in names), asked
 
@@ -177,6 +198,7 @@ def _check_losses(where: str, algorithm: Algorithm, losses: Components) -> None:
             losses[name]
         except ConfigError as error:
             raise ConfigError(f"{where} trains the loss {name!r}. {error}") from error
+
     used = losses["rl"].loss.name if algorithm.action_loss == "rl" and declared else "rl"
     if declared and not declared & {"rl", used, algorithm.action_loss}:
         raise ConfigError(
@@ -193,6 +215,7 @@ def _check_unread(config: RunConfig, hooks: Hooks, losses: Components) -> None:
     for _, algorithm in _algorithms(config, hooks):
         named |= {algorithm.action_loss, *algorithm.losses}
         named |= observed if "observation_weights" in marked_hooks(type(algorithm)) else set()
+
     for name in sorted(config.trainer.losses.keys() - named):
         if name in losses:  # else the message about its name says more
             raise ConfigError(
@@ -207,12 +230,14 @@ def _check_env(
 ) -> None:
     """The algorithm's needs: siblings to compare with, a temperature, and a row that holds the
     longest group that its loss may see whole."""
-    size, longest = env.group_size or config.orchestrator.group_size, config.seq_len
+    size = env.group_size or config.orchestrator.group_size
+    longest = config.seq_len
     if cls.group_relative and size == 1:
         raise ConfigError(
             f"{where} credits a rollout relative to its siblings, so with group_size = 1 every "
             "advantage is zero and nothing is learned. Set group_size to 2 or more."
         )
+
     wanted = cls.needs_temperature
     found = (env.sampling or config.orchestrator.train.sampling).temperature
     if wanted is not None and found != wanted:
@@ -220,6 +245,7 @@ def _check_env(
             f"{where} can learn at a sampling temperature of {wanted:g} only, got {found:g}. Set "
             "orchestrator.train.sampling.temperature, or the env's own."
         )
+
     if component.scope == "group" and size * longest > config.row_tokens:
         raise ConfigError(
             f"{where}: its loss {component.cls.name!r} sees a group whole, so one row has to hold "
@@ -237,19 +263,22 @@ def _check_source(
     hooks: Hooks,
 ) -> None:
     """Refuse a sampling source that the algorithm's component cannot train on."""
-    sampling, name = algo.sampling, component.name
+    sampling = algo.sampling
+    name = component.name
     source = sampling.source
     if sampling.client != "tokens" and not isinstance(source, FrozenModel):
         raise ConfigError(
             f"{where}: sampling.client = {sampling.client!r} applies to a frozen model, and "
             "sampling.source is none. Leave it out."
         )
+
     if source == "policy" and cls.needs_frozen_source:
         raise ConfigError(
             f"{where} imitates its source, and sampling.source is 'policy': training on the "
             "policy's own tokens would teach it nothing. Set sampling.source to a frozen model "
             '(name and base_url) or to a source of demonstrations ({ type = "dataset", ... }).'
         )
+
     if isinstance(source, FrozenModel) and component.cls.compares_with_sampler:
         raise ConfigError(
             f"{where} trains the {name} component, whose importance ratio needs the policy's "
@@ -257,6 +286,7 @@ def _check_source(
             "Leave sampling.source at 'policy', or use an algorithm that imitates, such as "
             "supervised fine-tuning."
         )
+
     if isinstance(source, SourceTable):
         key = f"{where}: sampling.source"
         offered, _ = choose(SOURCE, source.type, source.settings, hooks, key)
@@ -265,12 +295,14 @@ def _check_source(
                 f"{where} imitates its source, and source {source.type!r} gives rollouts of the "
                 "policy itself. Use a source of demonstrations or a frozen model."
             )
+
         if component.cls.compares_with_sampler and not {"rl", name} & offered.feeds:
             raise ConfigError(
                 f"{where} trains the {name} component, which compares with sampling logprobs, and "
                 f"source {source.type!r} has none: its tokens were not sampled from the policy. "
                 "Use an algorithm that imitates, such as supervised fine-tuning, or another source."
             )
+
         for unread in ("group_size", "sampling", "max_turns", "harness"):
             if getattr(env, unread) is not None:
                 raise ConfigError(

@@ -108,7 +108,8 @@ NAMES_ELSEWHERE = {
 }
 """Names that TRL, verl, OpenRLHF and Hugging Face's trainer give to a key of ours."""
 
-_PENALTY, _BASELINES = "orchestrator.algo.penalties", "the algorithms of prime-rl-baselines"
+_PENALTY = "orchestrator.algo.penalties"
+_BASELINES = "the algorithms of prime-rl-baselines"
 _CLIPPED = """trainer.loss.type = "ppo_clip\""""
 _LORA = "prime-rl-lora"
 KEYS_OF_PLUGINS = {
@@ -164,6 +165,7 @@ def explained(message: str, arguments: Sequence[str]) -> str:
             text = Path(word).read_text(errors="replace")
             places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
             places |= {f"env {label}": places[key] for label, key in _labels(text) if key in places}
+
     given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
     lines = message.split("\n")
     if arguments[:1] == ["run"] and (left := _left(arguments[1:], lines)):
@@ -192,6 +194,7 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
             check(fitted(config)[0])
     except PrimeRLError as error:
         return [line for line in str(error).split("\n") if line not in known]
+
     return []
 
 
@@ -217,14 +220,17 @@ def _without_refused(table: dict[str, Any]) -> tuple[RunConfig | None, tuple[str
 
 
 def _explained(line: str, places: dict[str, str], overridden: set[str]) -> str:
-    if found := _OF_ENV.match(line):
+    found = _OF_ENV.match(line)
+    if found:
         label, rest = found.groups()
         place = _place_of_env(label, _OF_PLUGIN.sub("", rest), places, overridden)
         return f"{place}: {line}" if place else line
+
     found = _LINE.match(_OF_PLUGIN.sub("", line))
     if found is None:
         return line
-    key, problem = found["key"], found["problem"]
+    key = found["key"]
+    problem = found["problem"]
     name = key.rpartition(".")[2]
     ours, owner = KEYS_OF_PLUGINS.get(name, (NAMES_ELSEWHERE.get(name), ""))
     if problem.startswith("unknown key") and ours not in (None, key):
@@ -262,13 +268,17 @@ def _labels(text: str) -> Iterator[tuple[str, str]]:
 def lines_of_keys(text: str) -> Iterator[tuple[str, int]]:
     """``(dotted key, line number)`` of each table and key of a TOML file; entries of an array of
     tables are numbered: ``orchestrator.train.env.0.id``. Inline tables count as one key."""
-    table, entries, closing = "", dict[str, int](), ""
+    table = ""
+    entries = dict[str, int]()
+    closing = ""
     for number, line in enumerate(text.split("\n"), 1):
         if closing:  # inside a text of several lines
             closing = "" if line.count(closing) % 2 else closing
             continue
+
         closing = next((mark for mark in ('"""', "'''") if line.count(mark) % 2), "")
-        if header := _TABLE.match(line):
+        header = _TABLE.match(line)
+        if header:
             table = _numbered(_plain(header[2]), entries)
             if header[1] == "[[":
                 entries[table] = entries.get(table, -1) + 1

@@ -95,6 +95,7 @@ class _Server:
                 env={**env, **named, "PRIME_RL_ROOM": ROOM},
                 start_new_session=True,
             )
+
         weakref.finalize(self, _close, self.socket, self.process)
         self.waiting: list[Fork] = []
         """Forks whose process ids have not arrived, in order."""
@@ -114,6 +115,7 @@ class _Server:
                 return
             except ConnectionError:
                 answer = b""
+
             if not answer:
                 # 0: another caller has waited for it. It ends by itself with the supervisor only.
                 code = self.process.wait() or -signal.SIGKILL
@@ -122,6 +124,7 @@ class _Server:
                 self.waiting.clear()
             else:
                 self.waiting.pop(0).adopted(int(answer))
+
         _adopt(False)
 
 
@@ -134,14 +137,17 @@ class Fork(subprocess.Popen[bytes]):
     def __init__(
         self, server: _Server, argv: Sequence[str], env: Mapping[str, str], log: Any
     ) -> None:
-        self.args, self.pid, self.returncode = argv, server.process.pid, None
+        self.args = argv
+        self.pid = server.process.pid
+        self.returncode = None
         self.stdin = self.stdout = self.stderr = None
         self._server: _Server | None = server
         file = log if isinstance(log, int) else log.fileno()
         server.ask(self, {"argv": [*argv], "env": dict(env)}, file)
 
     def adopted(self, pid: int) -> None:
-        self.pid, self._server = pid, None
+        self.pid = pid
+        self._server = None
 
     def poll(self) -> int | None:
         if self._server is not None:
@@ -150,9 +156,11 @@ class Fork(subprocess.Popen[bytes]):
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # another caller has waited for it
-                pid, status = self.pid, 0
+                pid = self.pid
+                status = 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
+
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -190,10 +198,12 @@ def serve(connection: socket.socket) -> None:
             return
         answer, told = os.pipe()
         gate, opened = os.pipe()
-        if not (between := os.fork()):
+        between = os.fork()
+        if not between:
             connection.close()
             os.close(answer)
             _fork_again(told, gate, opened, message, files)
+
         os.close(told)
         os.waitpid(between, 0)  # from here on the supervisor is the parent of the fork
         pid = os.read(answer, 64)
@@ -207,7 +217,8 @@ def serve(connection: socket.socket) -> None:
 def _fork_again(told: int, gate: int, opened: int, message: bytes, files: list[int]) -> NoReturn:
     """Tell the number of our child, which goes on when the gate opens, and end."""
     try:
-        if child := os.fork():
+        child = os.fork()
+        if child:
             os.write(told, str(child).encode())
         else:
             for end in (told, opened):

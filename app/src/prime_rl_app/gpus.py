@@ -35,29 +35,36 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
     assigns to neither side. Raises ``ConfigError`` for GPUs that do not exist, that both sides
     have, or that do not divide.
     """
-    deployment, on_cpu = config.deployment, config.trainer.device == "cpu"
+    deployment = config.deployment
+    on_cpu = config.trainer.device == "cpu"
     if launcher.is_remote:
         _check_remote(deployment, launcher.name)
         return NOTHING
-    num_gpus, engines = launcher.num_gpus(), num_engines(config)
+
+    num_gpus = launcher.num_gpus()
+    engines = num_engines(config)
     _check_lists(deployment, num_gpus, engines, on_cpu)
     given = deployment.inference_gpus or deployment.trainer_gpus or deployment.colocated
     if num_gpus == 0 or (num_gpus == 1 and not given):
         return NOTHING
     ranks = 0 if on_cpu else config.trainer.num_ranks or 0
     everything = tuple(range(num_gpus))
-    inference, trainer = deployment.inference_gpus or everything, Gpus()
+    inference = deployment.inference_gpus or everything
+    trainer = Gpus()
     if engines == 0 and not on_cpu:
-        inference, trainer = (), deployment.trainer_gpus or everything
+        inference = ()
+        trainer = deployment.trainer_gpus or everything
     elif not on_cpu:
         split = _shared if deployment.colocated else _separate
         inference, trainer = split(deployment, everything, ranks)
+
     if ranks > len(trainer):
         raise ConfigError(
             f"trainer.num_ranks is {ranks}, and the trainer has {len(trainer)} GPUs "
             f"({list(trainer)}): a rank needs one of its own. Lower it, or give it more GPUs "
             "(deployment.trainer_gpus)."
         )
+
     # A list of the config must divide; our own choice may leave a rest.
     share, rest = divmod(len(inference), max(engines, 1))
     if engines and (share == 0 or (rest and deployment.inference_gpus)):
@@ -66,6 +73,7 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
             f"inference.replicas: {engines} engines{more} cannot share {len(inference)} GPUs "
             f"({list(inference)}) equally. Change it, or deployment.inference_gpus."
         )
+
     shares = tuple(inference[n * share : (n + 1) * share] for n in range(engines))
     return GpuPlan(shares, trainer[: ranks or None])
 
@@ -97,43 +105,51 @@ def num_ranks(config: RunConfig, gpus: GpuPlan) -> int:
             f"{config.deployment.trainer_nodes}: every node runs as many ranks as the others. Make "
             "one a multiple of the other."
         )
+
     config.trainer.check_ranks(ranks)
     return ranks
 
 
 def _shared(config: DeploymentConfig, everything: Gpus, ranks: int) -> tuple[Gpus, Gpus]:
     """Engines and trainer share the GPUs of either list, which must agree; else all GPUs."""
-    inference, trainer = config.inference_gpus, config.trainer_gpus
+    inference = config.inference_gpus
+    trainer = config.trainer_gpus
     if inference and trainer and set(inference) != set(trainer):
         raise ConfigError(
             f"deployment: colocated, but inference_gpus is {list(inference)} and trainer_gpus is "
             f"{list(trainer)}. Give the same GPUs, or only one of the two lists."
         )
+
     gpus = inference or trainer or everything[: ranks or None]
     return inference or gpus, trainer or gpus
 
 
 def _separate(config: DeploymentConfig, everything: Gpus, ranks: int) -> tuple[Gpus, Gpus]:
     """Disjoint GPUs for the engines and the trainer."""
-    inference, trainer = config.inference_gpus, config.trainer_gpus
+    inference = config.inference_gpus
+    trainer = config.trainer_gpus
     if inference is None and trainer is None:
         trainer = everything[-(ranks or 1) :]
     if trainer is None:
         trainer = tuple(number for number in everything if number not in (inference or ()))
         trainer = trainer[-ranks:] if ranks else trainer
+
     if inference is None:
         inference = tuple(number for number in everything if number not in trainer)
-    if both := sorted(set(inference) & set(trainer)):
+    both = sorted(set(inference) & set(trainer))
+    if both:
         raise ConfigError(
             f"deployment: inference_gpus {list(inference)} and trainer_gpus {list(trainer)} both "
             f"have {both}. Give each GPU to one of them, or set deployment.colocated = true."
         )
+
     for key, numbers in (("inference_gpus", inference), ("trainer_gpus", trainer)):
         if not numbers:
             raise ConfigError(
                 f"deployment.{key}: no GPU is left of the {len(everything)} on this machine. Give "
                 "the other side fewer, or set deployment.colocated = true."
             )
+
     return inference, trainer
 
 
@@ -145,6 +161,7 @@ def _check_remote(config: DeploymentConfig, launcher: str) -> None:
                 f"deployment.{key} numbers the GPUs of one machine, and the launcher "
                 f"{launcher!r} chooses among several. Leave it out."
             )
+
     if config.colocated:
         raise ConfigError(
             "deployment.colocated shares one machine's GPUs, which the launcher "
@@ -162,18 +179,22 @@ def _check_lists(config: DeploymentConfig, num_gpus: int, engines: int, on_cpu: 
                 f"deployment.{key} is {list(numbers)}, and no GPU was found: nvidia-smi counts "
                 f"none, {visible}. Leave it out to run on CPU."
             )
+
         if numbers and max(numbers) >= num_gpus:
             raise ConfigError(
                 f"deployment.{key}: there is no GPU {max(numbers)}; {num_gpus} can be used here, "
                 f"numbered from 0 ({visible})"
             )
+
         if len(set(numbers)) < len(numbers):
             raise ConfigError(f"deployment.{key}: a GPU is listed twice: {list(numbers)}")
+
     if engines == 0 and config.inference_gpus is not None:
         raise ConfigError(
             "deployment.inference_gpus is set, and inference.base_url names engines that run "
             "elsewhere. Leave it out."
         )
+
     if on_cpu and config.trainer_gpus is not None:
         raise ConfigError(
             'deployment.trainer_gpus is set, and trainer.device is "cpu". Leave one of them out.'

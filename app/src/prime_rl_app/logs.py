@@ -16,7 +16,8 @@ class LogLimit:
     file by descriptor, at its end (``O_APPEND``): what they write during a cut may be lost."""
 
     def __init__(self, run_dir: Path, max_mib: float) -> None:
-        self._folder, self._max_mib = run_dir / "logs", max_mib
+        self._folder = run_dir / "logs"
+        self._max_mib = max_mib
         self._cuts: dict[Path, tuple[int, int]] = {}
         """Of each log that was cut: bytes before the note, and bytes left out so far."""
         self._ended = Event()
@@ -46,6 +47,7 @@ class LogLimit:
             tail = file.read(part)
             tail = tail[tail.find(b"\n") + 1 :]
             file.truncate(start)
+
         self._cuts[path] = start, (left := before + size - start - len(tail))
         said = f"{left / MIB:.1f} MiB are left out here: a log has {self._max_mib:g} MiB at most"
         with path.open("ab") as file:

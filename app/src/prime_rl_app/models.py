@@ -42,7 +42,8 @@ def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path) -> Path
 
 def cache_dir() -> Path:
     """``$PRIME_RL_CACHE``, else ``prime-rl/models`` in the user's cache folder."""
-    if explicit := os.environ.get(CACHE):
+    explicit = os.environ.get(CACHE)
+    if explicit:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "prime-rl" / "models"
@@ -61,6 +62,7 @@ def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, boo
         return str(Path(config.model.name).resolve()), False
     else:
         path = cache / f"hub--{config.model.name.replace('/', '--')}"
+
     return str(path), not (path / READY).exists()
 
 
@@ -133,6 +135,7 @@ def main() -> int:
         log.error("%s: %s", type(error).__name__, error)
         status.report("failed", error=str(error))  # said, so that the run does not try again
         return 1
+
     status.report(DONE, progress=1.0)
     return 0
 

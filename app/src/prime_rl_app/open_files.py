@@ -17,8 +17,10 @@ OTHERS = 128
 def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with ``orchestrator.max_inflight_rollouts`` lowered to what ``ulimit -Hn`` allows,
     unless it is set, and a notice. For places on other machines nothing is known here."""
-    hard, orchestrator = resource.getrlimit(resource.RLIMIT_NOFILE)[1], config.orchestrator
-    room, wanted = max(1, (hard - OTHERS) // PER_ROLLOUT), orchestrator.most_inflight
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    orchestrator = config.orchestrator
+    room = max(1, (hard - OTHERS) // PER_ROLLOUT)
+    wanted = orchestrator.most_inflight
     if hard == resource.RLIM_INFINITY or wanted <= room or config.launcher.type != "local":
         return config, []
     why = f"ulimit -Hn is {hard}, and {wanted} rollouts in flight may need {PER_ROLLOUT} files each"

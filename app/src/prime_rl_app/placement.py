@@ -61,7 +61,9 @@ def lay_out(
     if checkpoint is not None and not checkpoint.is_adapter:
         path = str(checkpoint.weights)
         if not any(readers_of_earlier(config)):
-            initial, to_make = path, False
+            initial = path
+            to_make = False
+
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
@@ -111,14 +113,16 @@ def plan(
     checkpoint: Checkpoint | None = None,
     engines_kept: bool = False,
 ) -> Launch:
-    inference, transport = config.inference, config.rollout_transport
+    inference = config.inference
+    transport = config.rollout_transport
     _, earlier = readers_of_earlier(config)
     urls = {
         task.name: engine_url(config, task, places[task.name]) for task in layout.of("inference")
     }
     own = [urls.pop(task.name) for task in layout.engines]
     trainers = [places[task.name] for task in layout.of("trainer")]
-    wire, first = places["orchestrator"], transport.port
+    wire = places["orchestrator"]
+    first = transport.port
     ports = wire.ports if first is None else range(first, first + len(wire.ports))
     return Launch(
         model_path=layout.model_path,
@@ -144,7 +148,8 @@ def plan(
 
 def engine_url(config: RunConfig, task: Task, place: Place) -> str:
     """Where an engine of the run listens, without ``/v1``."""
-    host, first = _host(place.address or config.inference.host), config.inference.port
+    host = _host(place.address or config.inference.host)
+    first = config.inference.port
     return f"http://{host}:{place.ports[0] if first is None else first + task.number}"
 
 

@@ -50,8 +50,11 @@ class Recovery:
     def __init__(
         self, config: RunConfig, view: RunView, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._run_dir, self._tell, self._sleep = view.run_dir, view.print, sleep
-        self._config, self._max_restarts = config.recovery, config.inference.max_restarts
+        self._run_dir = view.run_dir
+        self._tell = view.print
+        self._sleep = sleep
+        self._config = config.recovery
+        self._max_restarts = config.inference.max_restarts
         # The supervisor drops us when the processes of the run have ended.
         weakref.finalize(self, LogLimit(view.run_dir, config.log.max_mib).close)
         self._furthest = self._used = 0
@@ -73,16 +76,21 @@ class Recovery:
         the same step, if the restarts are used up without progress, or if the disk is full."""
         step = last_trained(self._run_dir)
         if step > self._furthest:
-            self._furthest, self._used = step, 0
+            self._furthest = step
+            self._used = 0
+
         begins = self._last is None and step < first_step
         same = (failure.cause, step) == self._last
         if (failure.reported and (begins or same)) or self._used >= self._config.max_restarts:
             raise failure
         self._last = failure.cause, step
-        since, where = self._began, "the start"
+        since = self._began
+        where = "the start"
         for newest in whole_steps(self._run_dir)[-1:]:
             mark = finished(self._run_dir, newest).directory / STABLE
-            since, where = max(since, mark.stat().st_mtime), f"step {newest}"
+            since = max(since, mark.stat().st_mtime)
+            where = f"step {newest}"
+
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
         try:
@@ -90,6 +98,7 @@ class Recovery:
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
             raise failure from error
+
         self._tell(
             f"{failure.cause}, after step {step}: starting again from {where} "
             f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"
@@ -112,6 +121,7 @@ def _bytes_moved(process: Process) -> int:
                 # The first two count calls, the others what the disk did: pages of mapped files.
                 total += count.read_chars + count.write_chars
                 total += count.read_bytes + count.write_bytes
+
     return total
 
 
@@ -123,7 +133,9 @@ class Liveness:
     def __init__(
         self, run_dir: Path, config: RecoveryConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._run_dir, self._config, self._clock = run_dir, config, clock
+        self._run_dir = run_dir
+        self._config = config
+        self._clock = clock
         self._looked = clock()
         self._stopped: dict[int, float] = {}
         self._silent: dict[str, tuple[int, int, float]] = {}
@@ -133,17 +145,17 @@ class Liveness:
 
     def look(self, processes: Sequence[Process]) -> tuple[Process, str] | None:
         """A process that counts as dead, and why; None while all are well. Looks once a second."""
-        if (passed := self._clock() - self._looked) < LOOK_SECONDS:
+        passed = self._clock() - self._looked
+        if passed < LOOK_SECONDS:
             return None
-        self._looked, passed = self._clock(), min(passed, MOST_SECONDS)
+        self._looked = self._clock()
+        passed = min(passed, MOST_SECONDS)
         for process in processes:
             why = "" if process.exit_code is not None else self._is_stopped(process, passed)
-            if (
-                why := why
-                or self._is_silent(process, passed)
-                or self._waits_in_vain(process, passed)
-            ):
+            why = why or self._is_silent(process, passed) or self._waits_in_vain(process, passed)
+            if why:
                 return process, why
+
         return None
 
     def _is_stopped(self, process: Process, passed: float) -> str:
@@ -160,6 +172,7 @@ class Liveness:
                 if self._stopped[each.pid] > self._config.stopped_timeout:
                     limit = f"{self._config.stopped_timeout:g} s (recovery.stopped_timeout)"
                     return f"has been stopped for {limit}: process {each.pid}"
+
         return ""
 
     def _waits_in_vain(self, process: Process, passed: float) -> str:
@@ -210,6 +223,7 @@ class Liveness:
             if moved - num_bytes >= MOVED_MIB << 20:
                 num_bytes = moved
                 silent = 0.0
+
         self._silent[process.name] = beat, num_bytes, silent
         if silent <= self._config.hang_timeout:
             return ""

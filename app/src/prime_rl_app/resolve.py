@@ -50,8 +50,12 @@ def check(config: RunConfig) -> Hooks:
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check_disabled(config)
-    orchestrator, train, problems = config.orchestrator, config.trainer, list[str]()
-    sampler, table, model = orchestrator.sampler_table, orchestrator.renderer, config.model.name
+    orchestrator = config.orchestrator
+    train = config.trainer
+    problems = list[str]()
+    sampler = orchestrator.sampler_table
+    table = orchestrator.renderer
+    model = config.model.name
     losses = Components({"rl": train.loss, **train.losses}, collect(trainer, LOSS))
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
@@ -81,6 +85,7 @@ def check(config: RunConfig) -> Hooks:
         except ConfigError as error:
             if not any(known.endswith(str(error)) for known in problems):  # found by two parts
                 problems.append(str(error))
+
     if problems:
         raise ConfigError("\n".join(problems))
     return hooks
@@ -94,10 +99,12 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
         return Engine(PluginConfig())
     cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
     where = f"inference.{inference.engine}"
-    if unread := [key for key in inference.model_extra or {} if key != inference.engine]:
+    unread = [key for key in inference.model_extra or {} if key != inference.engine]
+    if unread:
         raise ConfigError(
             f"inference.{unread[0]}: unknown key; the engine's own settings go into [{where}]"
         )
+
     return cls(settings_of(cls, ENGINE, inference.settings, where))
 
 
@@ -110,11 +117,13 @@ def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
 def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
     ``ConfigError``."""
-    offers, model = collect(hooks, MODEL), config.model
+    offers = collect(hooks, MODEL)
+    model = config.model
     folder = Path(model.name)
     if model.name in offers and not folder.exists():
         cls = offers[model.name].cls
         return cls(settings_of(cls, MODEL, model.settings, "model"))
+
     if model.settings:
         raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
     # A path to a missing folder may look like a hub id.
@@ -135,6 +144,7 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
             f"model.name: {folder} holds a LoRA adapter without its base. The model that its run "
             "exported, RUN/weights, has the adapter merged in."
         )
+
     return None
 
 
@@ -159,13 +169,15 @@ def check_engine(config: RunConfig, hooks: Hooks) -> None:
 
 def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
     """Launcher, GPUs and ranks are consistent; published weights have the engine's precision."""
-    launcher, nodes = build_launcher(config, hooks), config.deployment.trainer_nodes
+    launcher = build_launcher(config, hooks)
+    nodes = config.deployment.trainer_nodes
     if nodes > 1 and not launcher.is_remote:
         raise ConfigError(
             f"deployment.trainer_nodes is {nodes}, and launcher {config.launcher.type!r} starts "
             "processes on this machine only. Set trainer_nodes to 1, or launcher.type to one for "
             "several machines ('ray')."
         )
+
     gpus = gpus_of(config, launcher)
     num_ranks(config, gpus)
     if config.inference.base_url is not None:
@@ -196,6 +208,7 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
                 f"weight_broadcast.type is {table.type!r}, which does not go with {where}: {why}. "
                 "Set it to 'filesystem', or change the other."
             )
+
     for transport in transports:
         if transport is not None:
             transport.check(config.trainer.device)
@@ -214,6 +227,7 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
                 f"{key}: no installed observer reads it (installed: {', '.join(installed)}). "
                 f"Install the package that brings one: pip install {bringer('key', key)}"
             )
+
     for name in {**installed, **config.observers}:
         settings = config.observers.get(name, {})
         choose(OBSERVER, name, settings, hooks, f"observers.{name}")[0].check(config)
@@ -233,7 +247,8 @@ def _check_disabled(config: RunConfig) -> None:
 def check_filters(config: RunConfig, hooks: Hooks) -> None:
     """Each filter is installed, and listed once in its slot. Raises ``ConfigError``."""
     for slot in ("pre_batch_filters", "post_batch_filters"):
-        where, filters = f"orchestrator.{slot}", getattr(config.orchestrator, slot)
+        where = f"orchestrator.{slot}"
+        filters = getattr(config.orchestrator, slot)
         counts = Counter(filter.type for filter in filters)
         for filter in filters:
             if counts[filter.type] > 1:

@@ -38,9 +38,12 @@ class Restarts:
         attempts: Attempts | None = None,
     ) -> None:
         """``attempts``: the run, where engines may join, leave and move."""
-        self._launcher, self._run_dir, self._clock = launcher, run_dir, clock
+        self._launcher = launcher
+        self._run_dir = run_dir
+        self._clock = clock
         self._attempts = attempts
-        self._limit, self._tell = limit, tell
+        self._limit = limit
+        self._tell = tell
         self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
         self._used: Counter[str] = Counter()
         self._served: dict[str, int] = {}
@@ -58,16 +61,19 @@ class Restarts:
         """Replace each engine in the list that has died or hangs by a new process. An engine that
         has reached the limit is removed if another engine works; else it stays, so that the caller
         sees its exit code or the orchestrator waits for it."""
-        states, gone = self._states(), list[Process]()
+        states = self._states()
+        gone = list[Process]()
         for place, process in [*enumerate(processes)]:
             if process.name not in self._engines:
                 continue
             # A frozen engine has no state there. It is restarted too; the run needs it.
-            name, state = process.name, states.get(process.name, "" if states else STARTING)
+            name = process.name
+            state = states.get(process.name, "" if states else STARTING)
             if isinstance(process, Pause):
                 if isinstance(process, Placing) or self._clock() >= process.until:
                     processes[place] = self._started(process)
                 continue
+
             code = process.exit_code
             if code is None and not self._hangs(name, state):
                 continue
@@ -79,7 +85,8 @@ class Restarts:
             if self._used[name] < limit:
                 self._used[name] += 1
                 self._tell(f"{how}: starting it again ({self._used[name]} of {limit} times)")
-                if wait := 2.0 ** (self._used[name] - 1) - 1.0:
+                wait = 2.0 ** (self._used[name] - 1) - 1.0
+                if wait:
                     self._launcher.end([process])
                     processes[place] = Pause(process, self._clock() + wait)
                 else:
@@ -88,7 +95,9 @@ class Restarts:
                 self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
                 gone.append(process)
+
             self._handled[name] = state
+
         processes[:] = [each for each in processes if each not in gone]
         for each in self._scaling:
             each.look(processes)
@@ -105,6 +114,7 @@ class Restarts:
         if process.problem is not None:
             self._tell(f"{task.name}: {process.problem}; asking again in {REPLACE_SECONDS:.0f} s")
             return Pause(process, self._clock() + REPLACE_SECONDS)
+
         return process if process.place is None else self._attempts.join(task, process.place)
 
     def _states(self) -> dict[str, str]:
@@ -114,7 +124,8 @@ class Restarts:
         for name, state in states.items():
             version = state.removeprefix(SERVES)
             if version.isdecimal() and int(version) > self._served.get(name, -1):
-                self._served[name], self._used[name] = int(version), 0
+                self._served[name] = int(version)
+                self._used[name] = 0
         return states
 
     def _hangs(self, name: str, state: str) -> bool:

@@ -35,7 +35,8 @@ from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.status import replace_text
 
-LATEST, AUTO = "latest", "auto"
+LATEST = "latest"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
             if what != AUTO:
                 raise
         return Plan(None, begun, ["no checkpoint: from the start"])
+
     is_over = run_dir is None or Supervisor.has_done(run_dir)
     if checkpoint.step > config.max_steps or (checkpoint.step == config.max_steps and is_over):
         over = (
@@ -74,12 +76,15 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
         if what == AUTO:
             return Plan(checkpoint, run_dir, [over], is_over=True)
         raise ConfigError(f"--resume: {over}")
+
     try:
         progress = json.loads(checkpoint.progress.read_text())
         msgspec.convert(progress, _Progress)
-        before, plugins = progress["config"], progress["plugins"]
+        before = progress["config"]
+        plugins = progress["plugins"]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
+
     now = config.model_dump(mode="json")
     check_model(before.get("model", {}), now["model"], checkpoint.weights)
     check_tuning(before, tuning, checkpoint)
@@ -112,6 +117,7 @@ def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint | 
         with held(run_dir):
             yield run_dir, chosen.checkpoint and copy(chosen.checkpoint, run_dir)
         return
+
     with held(chosen.run_dir):
         try:
             new_attempt(chosen.run_dir)  # from here on older processes write nothing
@@ -130,6 +136,7 @@ def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[s
         checkpoint, continues = _in_folder(config, Path(what))
         checkpoint.verify()
         return checkpoint, continues, []
+
     runs = runs_of(config)
     for run_dir in runs:
         found, damaged = newest(run_dir, None if what == LATEST else int(what))
@@ -137,6 +144,7 @@ def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[s
             return found, run_dir, damaged
         if damaged:
             raise ConfigError("\n".join(damaged))
+
     wanted = "a whole checkpoint" if what == LATEST else f"a whole checkpoint of step {what}"
     listed = "; ".join(f"{run} has steps {whole_steps(run) or 'none'}" for run in runs)
     raise NoCheckpoint(
@@ -210,7 +218,8 @@ def _abandon(run_dir: Path, step: int) -> None:
     folder = checkpoints_dir(run_dir)
     for leftover in [*folder.glob(".step_*"), *folder.glob(".removed_*")]:
         shutil.rmtree(leftover)
-    if later := [n for n in whole_steps(run_dir) if n > step]:
+    later = [n for n in whole_steps(run_dir) if n > step]
+    if later:
         aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
         aside.mkdir()
         for each in later:
@@ -269,6 +278,7 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
             f"--resume: [model] has changed ({'; '.join(changed)}) and the policy is the "
             "checkpoint's. Set it back, or start a new run."
         )
+
     if changed and (different := config_drift(_model_config(weights) or {}, ours)):
         raise ConfigError(
             f"--resume: the checkpoint's weights cannot be those of model {now.get('name')!r}: "
@@ -293,6 +303,7 @@ def check_tuning(before: Mapping[str, Any], tuning: Tuning | None, checkpoint: C
         theirs = settings_of(type(tuning), TUNING, table, f"--resume: {key} then")
         sides = ({key: each.model_dump(mode="json")} for each in (theirs, tuning.config))
         changed = config_drift(*sides)
+
     if changed:
         raise ConfigError(
             f"--resume: what trains has changed ({'; '.join(changed)}). Set it back, or start a "

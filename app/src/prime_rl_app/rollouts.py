@@ -184,7 +184,8 @@ def numbered(paths: Iterable[Path]) -> dict[int, Path]:
     """Those that are called ``step_N``, by N, in order."""
     found = {}
     for path in paths:
-        if (number := path.stem.removeprefix("step_")).isdecimal():
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal():
             found[int(number)] = path
     return dict(sorted(found.items()))
 

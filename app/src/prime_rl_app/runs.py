@@ -66,6 +66,7 @@ def run_info(run_dir: Path) -> RunInfo:
         started = config.stat().st_mtime
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{run_dir} is no run directory: {config}: {error}") from error
+
     row = last_batch(run_dir / "metrics.jsonl")
     return RunInfo(
         name=run_dir.name,
@@ -115,11 +116,13 @@ def last_batch(path: Path) -> dict[str, Any]:
             start = max(0, size - TAIL_BYTES)
             file.seek(start)
             *lines, _ = file.read().split(b"\n")  # the last is empty, or still being written
+
         for line in reversed(lines[1:] if start else lines):  # the first is cut off by the seek
             row = msgspec.json.decode(line, type=dict[str, Any])
             if "progress/total_tokens" in row:
                 msgspec.convert(row, _Batch)
                 return row
+
     return {}
 
 
@@ -146,9 +149,11 @@ def find_run(run: str, output_dir: Path) -> Path:
         if not started:
             raise ConfigError(f"latest: there is no run in {output_dir}")
         return Path(started[-1].path)
+
     for path in (Path(run), output_dir / run):
         if (path / "configs" / "run.json").is_file():
             return path
+
     names = [path.parent.parent.name for path in output_dir.glob("*/configs/run.json")]
     close = difflib.get_close_matches(run, names, n=1)
     if close:
@@ -157,6 +162,7 @@ def find_run(run: str, output_dir: Path) -> Path:
         way_out = "`prime-rl runs` lists them."
     else:
         way_out = "There are no runs in there: --output-dir names another folder."
+
     raise ConfigError(f"no run {run!r}: it is no run directory, nor one in {output_dir}. {way_out}")
 
 
@@ -191,19 +197,24 @@ def stop(run_dir: Path, timeout: float) -> bool:
         os.kill(supervisor.pid, signal.SIGTERM)
     except PermissionError as error:
         raise RunError(f"process {supervisor.pid} belongs to another user: {error}") from error
-    deadline, ended = time.monotonic() + timeout, None
+
+    deadline = time.monotonic() + timeout
+    ended = None
     while left := [pid for pid, start in started.items() if start_of(pid) == start]:
         if left == [supervisor.pid] and _has_ended(run_dir):
             ended = ended or time.monotonic()
             if time.monotonic() > ended + NOTEBOOK_SECONDS:
                 break
+
         if time.monotonic() > deadline:
             raise RunError(
                 f"processes {', '.join(map(str, left))} have not ended within {timeout:.0f} s. "
                 f"Look into {run_dir / 'logs' / 'latest'}, wait longer with --timeout, or end the "
                 "run at once, unsaved, with another `prime-rl stop`."
             )
+
         time.sleep(POLL_SECONDS)
+
     return True
 
 

@@ -56,7 +56,9 @@ class Placing(Pause):
     def __init__(
         self, launcher: Launcher, run_dir: Path, task: Task, tell: Callable[[str], None]
     ) -> None:
-        self.name, self.log, self.task = task.name, None, task
+        self.name = task.name
+        self.log = None
+        self.task = task
         self.place: Place | None = None
         self.problem: PrimeRLError | None = None
 
@@ -79,8 +81,10 @@ class Scaling:
     def __init__(
         self, attempts: Attempts, launcher: Launcher, run_dir: Path, tell: Callable[[str], None]
     ) -> None:
-        self._attempts, self._launcher = attempts, launcher
-        self._run_dir, self._tell = run_dir, tell
+        self._attempts = attempts
+        self._launcher = launcher
+        self._run_dir = run_dir
+        self._tell = tell
         self._seen = 0
         """When the wish was made that cannot be met, in nanoseconds."""
         self._next: Placing | None = None
@@ -91,13 +95,15 @@ class Scaling:
             made = (self._run_dir / SCALE).stat().st_mtime_ns
         except OSError:
             return
+
         if made == self._seen and self._next is None:
             return
         try:
             self._approach(processes, Wish.read(self._run_dir) or Wish())
         except PrimeRLError as error:
             self._tell(f"scaling: {error}. `prime-rl scale` asks again.")
-            self._seen, self._next = made, None
+            self._seen = made
+            self._next = None
 
     def _approach(self, processes: list[Process], wish: Wish) -> None:
         attempts = self._attempts
@@ -106,7 +112,9 @@ class Scaling:
                 attempts.announce(wish.base_url)
                 self._tell(f"the engines are now {', '.join(wish.base_url)}")
             return
-        if (placed := self._next) is not None:
+
+        placed = self._next
+        if placed is not None:
             if placed.problem is not None:
                 raise placed.problem
             if placed.place is not None:
@@ -114,6 +122,7 @@ class Scaling:
                 processes.append(attempts.join(placed.task, placed.place))
                 self._tell(f"{placed.name} joins the run")
             return
+
         engines = attempts.engines or ()
         wanted = len(engines) if wish.replicas is None else wish.replicas
         if len(engines) < wanted:
@@ -133,7 +142,8 @@ class Scaling:
 def another_engine(attempts: Attempts, launcher: Launcher) -> Task:
     """A further engine of the policy, not placed yet. Raises ``RunError`` if no GPU is left."""
     others = [each for each in attempts.layout.tasks if each not in attempts.layout.engines]
-    tasks, needed = [*(attempts.engines or ()), *others], attempts.commands.engine.num_gpus
+    tasks = [*(attempts.engines or ()), *others]
+    needed = attempts.commands.engine.num_gpus
     names = {task.name for task in tasks}
     number = next(n for n in count() if process_name("inference", n) not in names)
     used = {gpu for task in tasks for gpu in task.gpus or ()}
@@ -141,7 +151,9 @@ def another_engine(attempts: Attempts, launcher: Launcher) -> Task:
     if used and len(free) < needed:
         raise RunError(f"another engine needs {needed} GPUs, and {len(free)} are free")
     return Task(
-        *(process_name("inference", number), "inference", number),
+        process_name("inference", number),
+        "inference",
+        number,
         num_gpus=needed if launcher.is_remote and free else 0,
         gpus=free[:needed] if used else None,
         num_ports=1,
@@ -158,11 +170,13 @@ def check_wish(run_dir: Path, wish: Wish) -> None:
         raise ConfigError(
             "--base-url: this run starts its engines itself. Give their number instead."
         )
+
     if wish.replicas is not None and elsewhere:
         raise ConfigError(
             "the engines of this run are elsewhere (inference.base_url). Name each that it is to "
             "have by --base-url."
         )
+
     if config.deployment.colocated:
         raise ConfigError("deployment.colocated: the engines have the trainer's GPUs and no others")
 

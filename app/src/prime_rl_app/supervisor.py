@@ -82,7 +82,8 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                         recovery.allow(failure, first_step)
                         checkpoint = attempts.go_back()
                         attempts.start(checkpoint)
-            if stopped := stop.result:
+            stopped = stop.result
+            if stopped:
                 if stop.is_asked:
                     raise stopped
                 view.print((view.run_dir / STOP).read_text())  # the run ended itself: [stop]
@@ -102,7 +103,8 @@ class Guard:
 
     def keep(self) -> None:
         """Start another one if it has ended."""
-        if (code := self.child.exit_code) is not None:
+        code = self.child.exit_code
+        if code is not None:
             self._view.print(f"the {GUARD} {ending(code)}: starting another one")
             self.child = self._start()
 
@@ -117,7 +119,9 @@ class Attempts:
     """The processes of a run. Its engines serve one attempt after the other."""
 
     def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
-        self._config, self._view, self._launcher = config, view, launcher
+        self._config = config
+        self._view = view
+        self._launcher = launcher
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
         self._keys = Keys.of_run(config, launcher.is_remote)
@@ -130,13 +134,16 @@ class Attempts:
     def start(self, checkpoint: Checkpoint | None) -> None:
         """Start at once all processes that do not run: they import in parallel and then wait for
         each other. What the launcher waits for is printed, and written to its status."""
-        config, launcher, run_dir = self._config, self._launcher, self._run_dir
+        config = self._config
+        launcher = self._launcher
+        run_dir = self._run_dir
         reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
         for left in (STOP, *reports):  # of the attempt before: they say that it was done
             (run_dir / left).unlink(missing_ok=True)
         engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
         layout = lay_out(config, launcher, engine, checkpoint, self.engines)
-        self.engines, self.layout = layout.engines, layout
+        self.engines = layout.engines
+        self.layout = layout
         status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
         def wait_for(what: str) -> None:
@@ -161,7 +168,8 @@ class Attempts:
     def join(self, task: Task, place: Place) -> Process:
         """Start an engine that joins the run, or returns at another place."""
         others = [each for each in self.engines or () if each.name != task.name]
-        self.engines, self._places[task.name] = (*others, task), place
+        self.engines = (*others, task)
+        self._places[task.name] = place
         self.announce()
         command = self.commands.of(task)
         if self.restarts is not None:
@@ -226,12 +234,14 @@ def _watch(
     deadline = 0.0
     while any(each.exit_code is None for each in awaited):
         stopping = stop is not None and stop.is_asked
-        if found := look(processes):
+        found = look(processes)
+        if found:
             process, why = found
             if isinstance(process, Child):
                 process.kill()
             if not _is_of("inference", process):
                 raise _failed(process, view.run_dir, why)
+
         if not stopping:
             restart(processes)
         for process in awaited if stopping else processes:
@@ -247,8 +257,10 @@ def _watch(
                 why = f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
                 why += ", and has given no sign of life since"
                 raise ProcessFailed(why, "trainer", why)
+
         view.refresh()
         time.sleep(TICK_SECONDS)
+
     for process in awaited:
         _check_alive(process, view.run_dir)
     view.refresh()
@@ -272,6 +284,7 @@ def _check_alive(process: Process, run_dir: Path) -> None:
         if is_done and not _is_of("inference", process):  # an engine is never done
             return
         how += " before it was done"
+
     raise _failed(process, run_dir, how)
 
 

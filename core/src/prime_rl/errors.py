@@ -5,7 +5,8 @@ import re
 
 def printable(text: str) -> str:
     """A text that cannot rule a terminal: no controls (C0, C1), bidi overrides or surrogates."""
-    bidi, surrogates = r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069", r"\ud800-\udfff"
+    bidi = r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+    surrogates = r"\ud800-\udfff"
     return re.sub(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{bidi}{surrogates}]", "\ufffd", text)
 
 
@@ -72,4 +73,6 @@ class ProcessFailed(RunError):
     def __init__(self, text: str, name: str, cause: str, reported: bool = False) -> None:
         """``cause``: in one line. ``reported``: the process itself has said what was wrong."""
         super().__init__(text)
-        self.name, self.cause, self.reported = name, cause, reported
+        self.name = name
+        self.cause = cause
+        self.reported = reported

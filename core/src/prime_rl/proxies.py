@@ -33,6 +33,7 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
         if environ.get(name) and (why := _fault(environ[name])):
             del environ[name]
             notices.append(f"{name} is not used: {why}")
+
     given = environ.get("no_proxy") or environ.get(NO_PROXY) or ""
     has_proxy = any(environ.get(name) for name in (*PROXIES, *map(str.lower, PROXIES)))
     if not given and not has_proxy:
@@ -45,6 +46,7 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
             notices.append(
                 f"{NO_PROXY}: {entry!r} is not used: expected a host, or a range of IPv4"
             )
+
     covered = [host for host in map(_host, urls) if _is_in_range(host, entries)]
     hosts = [*filter(None, readable), *LOCAL, *covered]
     environ[NO_PROXY] = environ["no_proxy"] = ",".join(dict.fromkeys(hosts))

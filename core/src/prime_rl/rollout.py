@@ -90,8 +90,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            if (column := getattr(self, name)) is not None:
+            column = getattr(self, name)
+            if column is not None:
                 setattr(self, name, np.asarray(column, dtype))
+
         for name, column in self.columns.items():
             if column.shape[: column.ndim if name in _DTYPES else 1] != self.token_ids.shape:
                 raise StreamError(
@@ -253,7 +255,9 @@ class Rollout:
         only. Without ``node_ids``, a turn ends where the role changes, and counts as its number."""
         found: list[tuple[int, Turn]] = []
         for index, sample in enumerate(self.samples):
-            ids, repeats, roles = sample.node_ids, sample.is_repeat, sample.roles
+            ids = sample.node_ids
+            repeats = sample.is_repeat
+            roles = sample.roles
             parts = next(each for each in (ids, roles, sample.loss_mask) if each is not None)
             cuts = [0, *(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(sample)]
             for start, end in pairwise(cuts):
@@ -262,6 +266,7 @@ class Rollout:
                     role = ROLES[roles[start]] if roles is not None and roles[start] >= 0 else None
                     reward = self.info.get(TURN_REWARDS, {}).get(str(node))
                     found.append((node, Turn(index, start, end, role, reward)))
+
         return [turn for _, turn in sorted(found, key=lambda each: each[0])]
 
     @property
@@ -363,14 +368,17 @@ class Rollout:
                 f"{where} are frozen: the rollout is stamped. Assign credit in score_rollout or "
                 "score_group."
             )
+
         masks = [sample.loss_mask for sample in self.samples]
         try:
             found = as_stream(values)
-            if own := name in STREAMS or name.endswith(WEIGHTS):
+            own = name in STREAMS or name.endswith(WEIGHTS)
+            if own:
                 found = found.astype(np.float32)
             columns = split_stream(found, masks, max_dims=1 if own else 2)
         except ValueError as error:
             raise StreamError(f"{where}: {error}") from error
+
         if off_mask_must_be_zero and found.ndim:
             off = sum(int((c[~m] != 0).sum()) for c, m in zip(columns, masks, strict=True))
             if off:
@@ -378,6 +386,7 @@ class Rollout:
                     f"{where}: got credit on {off} tokens the policy did not sample; expected 0.0 "
                     "there. To train env-provided tokens use the hook observation_weights."
                 )
+
         for sample, column in zip(self.samples, columns, strict=True):
             sample.set_stream(name, column)
 

@@ -97,6 +97,7 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
         mask = np.asarray(weights != 0)
     else:
         mask = np.full(len(columns), component == "rl")
+
     if component == "rl":
         mask &= columns.loss_mask
     mask[columns.first_tokens] = False
@@ -119,6 +120,7 @@ def as_stream(values: float | Values) -> StreamColumn:
     if not np.isfinite(found).all():
         bad = found[~np.isfinite(found)].flat[0]
         raise ValueError(f"got {bad}, expected finite numbers")
+
     return found
 
 
@@ -129,16 +131,19 @@ def split_stream(
     or one per token [N]; each may be a row of k. ``masks``: the samples' loss masks. Raises
     ``ValueError`` for another shape."""
     mask = np.concatenate([*masks, np.zeros(0, np.bool_)])
-    trainable, total = int(mask.sum()), len(mask)
+    trainable = int(mask.sum())
+    total = len(mask)
     fits = values.ndim <= max_dims and 0 not in values.shape[1:]
     if values.ndim and not (fits and len(values) in (trainable, total)):
         raise ValueError(
             f"got shape {values.shape}, expected one value per trainable token ({trainable},) or "
             f"one per token ({total},)"
         )
+
     if not values.ndim or len(values) == trainable != total:
         compact, values = values, np.zeros((total, *values.shape[1:]), values.dtype)
         values[mask] = compact
+
     bounds = np.cumsum([len(each) for each in masks])
     return [part.copy() for part in np.split(values, bounds[:-1])][: len(masks)]
 
@@ -166,6 +171,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
             f"stream {name!r} has rows of different sizes in one batch: {shapes}. Every algorithm "
             "of a run has to write it with the same number of values per token."
         )
+
     return np.concatenate(columns).astype(dtype, copy=False)
 
 

@@ -20,11 +20,13 @@ def check_template(template: str) -> str:
             f"its only field may be {{demonstration}}, but formatting it gives "
             f"{type(error).__name__}: {error}. Write all other braces twice"
         ) from error
+
     if not shows:
         raise ValueError(
             "it has no {demonstration}: the reference would see no example. Put the field where "
             "the expert's response belongs"
         )
+
     return template
 
 
@@ -38,12 +40,14 @@ def demonstration_of(rollout: Rollout, key: str) -> str:
             f"{_keys(rollout.info)}; the example has: {_keys(rollout.task)}). Set algo.demo_key to "
             "the field with the expert's response, or change the environment to provide one."
         )
+
     found = rollout.info.get(key, rollout.task.get(key))
     if not isinstance(found, str) or not found.strip():
         raise ConfigError(
             f"{where}: {key!r} is {found!r}, expected the text of an expert's response. Set "
             "algo.demo_key to another field, or fix the example."
         )
+
     return found
 
 

@@ -65,7 +65,8 @@ class OPSD(Algorithm):
         return -(outcomes.visits * outcomes.reverse_kl).sum()
 
     async def setup(self, host: Host) -> None:
-        self.host, self.reference = host, host.policy
+        self.host = host
+        self.reference = host.policy
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:

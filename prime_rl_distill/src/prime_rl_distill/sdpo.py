@@ -68,7 +68,8 @@ class SDPO(Algorithm):
         self.needs_initial = not self.needs_ema
 
     async def setup(self, host: Host) -> None:
-        self.host, self.teacher = host, host.ema if self.needs_ema else host.initial
+        self.host = host
+        self.teacher = host.ema if self.needs_ema else host.initial
 
     @hookimpl
     async def score_group(self, group: Group) -> None:

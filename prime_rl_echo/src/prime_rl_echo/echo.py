@@ -74,6 +74,7 @@ class Echo(GRPO):
                 "role of their message, but a sample has no roles. Choose a renderer with "
                 "attribution (orchestrator.renderer.name), or a source whose samples have roles."
             )
+
         messages = _messages(sample)
         observed = np.logical_or.accumulate(sampled) & ~np.isin(messages, messages[sampled])
         if sample.is_content is not None:
@@ -98,6 +99,7 @@ def _messages(sample: Sample) -> npt.NDArray[np.integer]:
 def _move_to_trained(rollout: Rollout, weights: Sequence[FloatColumn]) -> None:
     """Move the largest weight of a shared token to the sample that trains it, in place."""
     for later, earlier, length in reversed([*rollout.shared_prefixes]):
-        ours, theirs = weights[later][:length], weights[earlier][:length]
+        ours = weights[later][:length]
+        theirs = weights[earlier][:length]
         np.maximum(ours, theirs, out=theirs)
         ours[:] = 0.0

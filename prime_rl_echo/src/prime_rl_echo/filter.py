@@ -47,12 +47,14 @@ class TokenFilter(PluginConfig):
                 f"{where}: got {_shape(masks)}, expected one keep-mask for each of the rollout's "
                 f"{len(rollout.samples)} samples"
             )
+
         for index, (mask, sample) in enumerate(zip(masks, rollout.samples, strict=True)):
             if not _is_mask(mask, len(sample)):
                 raise StreamError(
                     f"{where}, sample {index}: got {_shape(mask)}, expected one boolean for each "
                     f"of its {len(sample)} tokens"
                 )
+
         return [np.asarray(mask, np.bool_) for mask in masks]
 
 

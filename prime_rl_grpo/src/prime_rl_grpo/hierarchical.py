@@ -37,7 +37,8 @@ class HierarchicalGRPO(Algorithm):
 
     def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
         """Raises ``ConfigError`` if the env lacks a configured agent."""
-        if missing := sorted(set(self.config.episode_agents) - set(agents)):
+        missing = sorted(set(self.config.episode_agents) - set(agents))
+        if missing:
             raise ConfigError(
                 f"env {env!r}: algo 'hierarchical_grpo': episode_agents names "
                 f"{', '.join(map(repr, missing))}, and the env has {', '.join(map(repr, agents))}. "

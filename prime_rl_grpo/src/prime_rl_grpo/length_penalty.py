@@ -115,6 +115,7 @@ def _by_type(value: Any) -> Any:
     for key in value:
         if key not in chosen.model_fields:
             raise ValueError(_unknown(key, chosen, value["type"]))
+
     return chosen.model_validate(value)
 
 

@@ -40,7 +40,9 @@ def _disable_plugins() -> None:
     from prime_rl.entries import DISABLE
     from prime_rl.errors import ConfigError
 
-    kept, names, rest = [], [os.environ.get(DISABLE, "")], iter(sys.argv)
+    kept = []
+    names = [os.environ.get(DISABLE, "")]
+    rest = iter(sys.argv)
     for word in rest:
         if word.partition("=")[0] != "--without":
             kept.append(word)
@@ -48,4 +50,6 @@ def _disable_plugins() -> None:
             raise ConfigError("--without: expected the name of a plugin (prime-rl plugins list)")
         else:
             names.append(name)
-    sys.argv[:], os.environ[DISABLE] = kept, ",".join(filter(None, names))
+
+    sys.argv[:] = kept
+    os.environ[DISABLE] = ",".join(filter(None, names))

@@ -46,6 +46,7 @@ class Commands(TyperGroup):
                 ctx.fail(f"no command {name!r} is installed. Run: pip install {package}")
             if name not in self.commands and broken:
                 ctx.fail(f"no command {name!r}. {_missing(broken)}")
+
         return super().resolve_command(ctx, args)
 
 
@@ -88,13 +89,15 @@ def root(
 def add_commands(group: str) -> list[PluginError]:
     """Add the commands of the plugins in an entry-point group. Returns the errors of those that
     cannot be loaded: the others work all the same."""
-    hooks, broken = Hooks(), list[PluginError]()
+    hooks = Hooks()
+    broken = list[PluginError]()
     disabled_names()  # an unknown name is an error
     for entry in entries(group):
         try:
             add_entry(hooks, entry, source_of(entry))
         except PluginError as error:
             broken.append(error)
+
     hooks.hook.register_commands(cli=app, plugins=plugins)
     return broken
 
@@ -105,5 +108,6 @@ def _missing(broken: list[PluginError]) -> str:
 
 app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
 app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
-if errors := add_commands(COMMANDS):
+errors = add_commands(COMMANDS)
+if errors:
     app.info.epilog = _missing(errors)

@@ -65,7 +65,8 @@ def run(
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
-    hooks, tuning = check(config), check_tuning(config)
+    hooks = check(config)
+    tuning = check_tuning(config)
     for note in weight_notes(config, hooks):
         typer.echo(note, err=True)
     by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
@@ -103,12 +104,14 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
         name, equals, value = argument.partition("=")
         if name != "--resume":
             continue
-        before, after = arguments[:index], arguments[index + 1 :]
+        before = arguments[:index]
+        after = arguments[index + 1 :]
         if equals:
             return before + after, value
         if after and not after[0].startswith("--") and not after[0].endswith(".toml"):
             return before + after[1:], after[0]
         return before + after, "latest"
+
     return arguments, None
 
 

@@ -76,6 +76,7 @@ def shaping_keys(extra_body: Mapping[str, Any]) -> dict[str, str]:
             advice[key] = "write its keys into extra_body itself"
         elif any(part in name for part in _SHAPING_PARTS):
             advice[key] = "leave it out; an evaluation may set it ([orchestrator.eval.sampling])"
+
     return advice
 
 
@@ -127,10 +128,12 @@ class FrozenModel(Settings):
                 "only. Start the model (prime-rl serve MODEL) and give its URL, e.g. "
                 'base_url = ["http://127.0.0.1:8000/v1"]'
             )
+
         if isinstance(value, str):
             raise ValueError(
                 f"expected a frozen model, a table with name and base_url, got {value!r}"
             )
+
         return value
 
     @field_validator("base_url", mode="before")

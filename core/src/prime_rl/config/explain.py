@@ -41,6 +41,7 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         here = f"known here: {', '.join(known) or 'none'}{', tables of plugins' * is_value}"
         return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
+
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
     said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
@@ -49,9 +50,11 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
         found += (
             f""". Write it in quotes: "{problem["input"]}", and '"{problem["input"]}"' in a shell"""
         )
+
     if isinstance(problem["input"], dict):
         is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
         found = f", got a table. Write [[{place}]]" if is_list else ""
+
     return f"{place}: {said}{found}"
 
 

@@ -37,6 +37,7 @@ def _as_urls(value: Any) -> Any:
                 f"{url!r} is no URL of an engine: expected http:// or https://, a host and perhaps "
                 "a port and a path, without spaces, such as 'http://10.0.0.5:8000/v1'"
             )
+
     return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
 
@@ -84,14 +85,17 @@ class InferenceConfig(Settings):
                     "names none; engines of the run get a key of their own. Leave it out."
                 )
             return self
+
         if len(set(self.base_url)) < len(self.base_url):
             raise ValueError("base_url names an engine twice")
         given = [key for key in STARTS_ENGINES if self._sets(key)]
-        if unread := [*given, *(self.model_extra or {})]:
+        unread = [*given, *(self.model_extra or {})]
+        if unread:
             raise ValueError(
                 f"{unread[0]} says how to start an engine, and base_url names engines that are "
                 "running already: nothing would read it. Leave one of them out."
             )
+
         return self
 
     def _sets(self, key: str) -> bool:

@@ -119,7 +119,8 @@ class CkptConfig(Settings):
 
     def superseded(self, steps: list[int]) -> list[int]:
         """The ``steps`` whose checkpoints can be deleted. The newest never can."""
-        older, every = sorted(steps)[: -(self.keep_last or 2)], self.keep_interval
+        older = sorted(steps)[: -(self.keep_last or 2)]
+        every = self.keep_interval
         passing = [n for n in older if every is None or n % every]
         return [n for n in passing if self.keep_last is not None or not self._is_regular(n)]
 

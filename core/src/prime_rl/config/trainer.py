@@ -63,12 +63,14 @@ class SchedulerConfig(Settings):
 
     def check(self, peak: float, max_steps: int) -> None:
         """Raises ``ConfigError`` if it does not fit a run of ``max_steps`` at rate ``peak``."""
-        warmup, decay = self.warmup_steps, self.num_decay_steps(max_steps)
+        warmup = self.warmup_steps
+        decay = self.num_decay_steps(max_steps)
         if warmup + decay > max_steps:
             raise ConfigError(
                 f"trainer.scheduler: warmup_steps {warmup} and decay_steps {decay} "
                 f"take {warmup + decay} steps, max_steps is {max_steps}. Shorten one of them."
             )
+
         if self.min_lr > peak:
             raise ConfigError(
                 f"trainer.scheduler.min_lr is {self.min_lr}, expected at most optim.lr {peak}"

@@ -134,12 +134,14 @@ class Rendering:
                     following,
                     tools=tools,
                 )
+
             if bridged is not None:
                 turn = turn.after(bridged, before + 1)
             if turns and turn.extends(turns[-1]):
                 turn = turn.joined(turns.pop())
             turns.append(turn)
             before = index
+
         return [turn.sample(messages) for turn in turns]
 
     def supervised_sample(self, messages: Messages, tools: Tools | None = None) -> Sample:
@@ -166,6 +168,7 @@ class Rendering:
                 "tokens, so demonstrations cannot be trained on. Set the renderer of the "
                 "model's family."
             )
+
         if whole.token_ids[: len(prompt)] != list(prompt):
             raise ConfigError(
                 f"message {index} of a demonstration could not be sampled in a rollout: the "
@@ -173,6 +176,7 @@ class Rendering:
                 "A thought needs a renderer that thinks ([orchestrator.renderer]); a prompt that "
                 "opens a thought needs a message with one (reasoning_content)"
             )
+
         mask = [False] * len(prompt) + list(whole.sampled_mask[len(prompt) :])
         end = 1 + max((place for place, own in enumerate(mask) if own), default=len(prompt) - 1)
         content = list(whole.is_content) if len(whole.is_content) == len(mask) else None

@@ -81,7 +81,9 @@ class Examples:
     def _generate(self, index: int) -> None:
         """Advance the stream to ``index``, from the start if that row left the cache."""
         if index < self._next or self._next == 0:
-            self._stream, self._next = enumerate(self._taskset), 0
+            self._stream = enumerate(self._taskset)
+            self._next = 0
+
         rows = itertools.islice(self._stream, index + 1 - self._next)
         try:
             for position, task in rows:
@@ -92,12 +94,14 @@ class Examples:
             self._next = 0  # a generator that has raised gives nothing more
             reason = f"{type(error).__name__}: {error}"
             raise ExampleFailed(f"the environment cannot make example {index}: {reason}") from error
+
         if index not in self._tasks:
             self._next = 0
             raise ExampleFailed(
                 f"the environment ended before example {index}, and it declares examples without "
                 "end (INFINITE)"
             )
+
         self._next = index + 1
 
 
@@ -190,6 +194,7 @@ class Environment:
         with lasting_imports():
             self._vf = import_verifiers(settings)
             self._env = load_environment(self._vf, settings)
+
         self.agents = agents_of(self._env.config)
         """The seats of the env that the policy plays, by name."""
         self.fixed_seats = fixed_seats(self._env.config)
@@ -198,6 +203,7 @@ class Environment:
         if self.examples.count == 0:
             where = f"env {settings.label!r}"
             raise ConfigError(f"{where}: the taskset has no examples; check its args")
+
         self._stack = AsyncExitStack()
         self._clients: dict[ModelEndpoint, Any] = {}
 
@@ -241,6 +247,7 @@ class Environment:
             if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
                 raise
             results = [failed(type(error).__name__, str(error) or "raised by the environment")]
+
         if _is_cancelled():  # and the environment has gone on
             raise asyncio.CancelledError
         return [replace(result, group_id=group_id) for result in results]
@@ -314,4 +321,5 @@ class Environment:
                     multiplex=ROLLOUTS_PER_RENDERER,
                 )
             )
+
         return self._clients[model]

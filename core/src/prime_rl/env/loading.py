@@ -133,6 +133,7 @@ def import_verifiers(settings: EnvSettings) -> ModuleType:
             f"env {settings.label!r}: verifiers cannot be imported ({error}). "
             "pip install 'prime-rl-core[run]'"
         ) from error
+
     subprocess.os = _PublicOs()
     RolloutSession.error = _ModelError()
     return vf  # type: ignore[no-any-return]
@@ -155,6 +156,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
         raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
     except (AttributeError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
     _check_tools(env, where)
     _check_sampling(env.config, where)
     return env
@@ -173,6 +175,7 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
         close = difflib.get_close_matches(loc[1], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         msg += f"{hint} The env's agents: {', '.join(seats)}."
+
     return f"{path}: {msg} (got {input!r})"
 
 
@@ -202,6 +205,7 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
                 f"such as {{max_turns = 2}}, got {given!r}"
             )
         table[name] = _seat_table(settings, default, harness) | dict(given)
+
     return table
 
 

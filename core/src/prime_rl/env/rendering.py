@@ -58,6 +58,7 @@ def vocab_size_of(path: Path) -> int | None:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
     if not isinstance(config, dict):
         return None
     # The language model of a family with several has a table of its own.

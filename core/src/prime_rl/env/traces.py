@@ -99,6 +99,7 @@ def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | N
     if not trace.ok:
         error = trace.last_error
         return (error.type, error.message) if error else ("Failed", f"{trace.stop_condition}")
+
     if trace.is_timeout:
         return "TimeoutError", f"{trace.stop_condition}"
     sampled = [node for node in trace.nodes if node.sampled]
@@ -164,6 +165,7 @@ def fault_of_nodes(trace: Trace, vocab_size: int | None = None) -> str | None:
             fault = f"{type(error).__name__}: {error}"
         if fault is not None:
             return f"message {place} of the trace: {fault}"
+
     return None
 
 
@@ -190,11 +192,13 @@ def _fault_of_node(node: Any, place: int, vocab_size: int | None) -> str | None:
             f"its mask is {node.mask!r:.80} ({len(node.mask)}); expected True or False for each "
             f"of its {len(token_ids)} tokens"
         )
+
     if len(node.is_content) not in (0, len(token_ids)):
         return (
             f"is_content has {len(node.is_content)} values; expected none, or one for each of its "
             f"{len(token_ids)} tokens"
         )
+
     return _fault_of_logprobs(node.logprobs, int(mask.sum()))
 
 
@@ -206,6 +210,7 @@ def _fault_of_logprobs(values: Any, number: int) -> str | None:
             f"its logprobs are {values!r:.80} ({len(values)}); expected a number for each of the "
             f"{number} sampled tokens"
         )
+
     with np.errstate(over="ignore"):
         narrow = logprobs.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(narrow) | (narrow > LARGEST_LOGPROB))
@@ -215,6 +220,7 @@ def _fault_of_logprobs(values: Any, number: int) -> str | None:
             f"logprobs[{first}] is {logprobs[first]}; expected the logprob of the sampling "
             "distribution: finite, and at most 0"
         )
+
     return None
 
 
@@ -252,8 +258,10 @@ def checked(results: Sequence[RolloutResult]) -> list[RolloutResult]:
         elif result.ok:
             return [failed(BAD_RESULT, fault)]
         else:
-            kind, text = result.error_type or "Failed", result.error or fault
+            kind = result.error_type or "Failed"
+            text = result.error or fault
             passed.append(failed(kind, text, result.status_code))
+
     return passed
 
 
@@ -272,13 +280,16 @@ def fault_of(result: RolloutResult) -> str | None:
     for name, value in (result.rewards | {"the sum": result.reward}).items():
         if not _is_number(value, LARGEST_REWARD):
             return _wrong_number("reward", name, value, LARGEST_REWARD)
+
     for name, value in (result.metrics | result.timing).items():
         if not _is_number(value, LARGEST_METRIC):
             return _wrong_number("metric", name, value, LARGEST_METRIC)
+
     try:
         size = _saved_size(result)
     except Exception as error:  # a lone surrogate, a cycle, a key that is no text ...
         return f"info, the example or a name cannot be saved: {type(error).__name__}: {error}"
+
     return f"info has {size:,} bytes, at most {LARGEST_INFO:,} fit" if size > LARGEST_INFO else None
 
 
@@ -345,11 +356,13 @@ def branch_tokens(
     node_ids: list[int] = []
     policy: list[int] = []
     for node in branch.nodes:
-        length, position = len(node.token_ids), index[id(node)]
+        length = len(node.token_ids)
+        position = index[id(node)]
         roles += [node.message.role] * length
         content += node.is_content or [None] * length
         node_ids += [position] * length
         policy += node_versions(node.mask, (versions or {}).get(str(position), ()))
+
     return BranchTokens(
         token_ids=branch.token_ids,
         sampled_mask=branch.sampled_mask,
@@ -387,6 +400,7 @@ def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, floa
             f"number, at most {LARGEST_REWARD:g} in size, or None for each of the {len(turns)} "
             "replies in trace.assistant_messages"
         )
+
     return {n: float(r) for n, r in zip(turns, rewards, strict=True) if r is not None}
 
 
@@ -444,6 +458,7 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
         if mask.any():
             samples.append(_sample(branch, mask, repeats, temperature))
             seen.update(branch.node_ids)
+
     return samples
 
 
@@ -462,10 +477,14 @@ def _sample(
             "a sampled token has a logprob that is not finite; the engine must return the logprob "
             "of the sampling distribution"
         )
-    versions, flags, content = branch.policy_versions, branch.is_content or (), None
+
+    versions = branch.policy_versions
+    flags = branch.is_content or ()
+    content = None
     if any(flag is not None for flag in flags):  # else the renderer attributes nothing
         # A message without attribution counts as body as a whole.
         content = np.array([flag is not False for flag in flags], np.bool_)
+
     return Sample(
         token_ids=np.asarray(branch.token_ids, np.int32),
         loss_mask=mask,

@@ -128,9 +128,11 @@ class EngineClient:
             connecting = isinstance(error, httpx.ConnectTimeout)
             seconds = limits.connect if connecting else limits.read
             raise EngineSilent(f"{text} within {seconds:.3g} s") from error
+
         if answer.is_success:
             return answer
-        status, said = answer.status_code, " ".join(answer.text.split())[:500].rstrip(".")
+        status = answer.status_code
+        said = " ".join(answer.text.split())[:500].rstrip(".")
         kind = EngineFailed if status == 429 or answer.is_server_error else EngineRefused
         raise kind(f"{self.label} refused {route}: {status} {said}".rstrip(), status)
 
@@ -145,17 +147,20 @@ class EngineClient:
         except EngineRefused as refusal:
             if refusal.status != 404:  # not every server has it
                 raise
+
         answer = await self.request("GET", "/v1/models", timing.HEALTH_SECONDS)
         try:
             cards = msgspec.json.decode(answer.content, type=_Models).data
         except msgspec.DecodeError as error:
             raise EngineRefused(f"{self.label}: /v1/models: {error}. Is it an engine?") from error
+
         card = next((card for card in cards if model in (None, card.id)), None)
         if card is None:
             found = ", ".join(repr(card.id) for card in cards) or "no model"
             kind = OtherModel if cards else EngineFailed
             wanted = "one" if model is None else repr(model)
             raise kind(f"{self.label} serves {found}, expected {wanted}")
+
         health.max_model_len = card.max_model_len
         self.health = health
         return health
@@ -181,6 +186,7 @@ class EngineClient:
             with suppress(EngineError):  # the first failure is the one to report
                 await self._post("/resume", within=within)
             raise
+
         await self._post("/resume")
 
     async def sleep(self) -> None:
@@ -219,7 +225,8 @@ class EngineClient:
                 return
             except (EngineGone, EngineFailed) as error:
                 silent &= isinstance(error, EngineSilent)
-                wait, last = self._retry.wait_after(attempt), attempt >= self._retry.attempts
+                wait = self._retry.wait_after(attempt)
+                last = attempt >= self._retry.attempts
                 if once or last or time.monotonic() + wait >= deadline:
                     kind = type(error)
                     if kind is EngineSilent and not silent:
@@ -228,6 +235,7 @@ class EngineClient:
                     raise kind(f"{error}{tries}") from error.__cause__
                 following = f"attempt {attempt + 1} of {self._retry.attempts} in {wait:.1f} s"
                 log.warning("%s; %s", error, following)
+
             await asyncio.sleep(wait)
 
 

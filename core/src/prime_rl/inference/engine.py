@@ -46,7 +46,8 @@ class Engine:
 
     def __init__(self, number: int, client: EngineClient, started_with: int | None = None) -> None:
         """``started_with``: the version that its process started with; None: unknown."""
-        self.number, self.client = number, client
+        self.number = number
+        self.client = client
         self.state = EngineState.STARTING
         self.version = started_with
         """Of the weights that it has; None: unknown, they have to be loaded before it serves."""
@@ -60,7 +61,8 @@ class Engine:
         """Done when what is in flight is lost; None before it first serves or sleeps."""
         self.flights: set[asyncio.Future[None]] = set()
         """The same for each request in flight. A future of many would take time for each to go."""
-        self.loading, self.looking = asyncio.Lock(), asyncio.Lock()
+        self.loading = asyncio.Lock()
+        self.looking = asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
         self.down_since: float | None = None
@@ -105,14 +107,17 @@ class Engine:
         """It serves now. Returns the seconds it was away, None at the start."""
         away = None if self.down_since is None else time.monotonic() - self.down_since
         self.down += away or 0.0
-        self.state, self.down_since, self.problem = EngineState.SERVING, None, None
+        self.state = EngineState.SERVING
+        self.down_since = None
+        self.problem = None
         self.heard_at = self.ready_at = time.monotonic()
         self._begin_session()
         return away
 
     def rest(self) -> None:
         """It was put to sleep when it came, and waits with the others for new weights."""
-        self.state, self.problem = EngineState.ASLEEP, None
+        self.state = EngineState.ASLEEP
+        self.problem = None
         self._begin_session()
 
     def _begin_session(self) -> None:
@@ -121,12 +126,14 @@ class Engine:
 
     def after(self, problem: Exception, hang_timeout: float, alone: bool = False) -> EngineState:
         """The state after a look that failed. ``alone``: no other engine serves."""
-        now, silent = time.monotonic(), isinstance(problem, EngineSilent)
+        now = time.monotonic()
+        silent = isinstance(problem, EngineSilent)
         if not silent:
             self.heard_at = now
         if isinstance(problem, NoAnswer):
             self.client.asleep = False  # the next process is awake
             return EngineState.STARTING
+
         if self.state in (EngineState.STARTING, EngineState.ASLEEP):
             return self.state
         if silent and now - self.heard_at > hang_timeout:

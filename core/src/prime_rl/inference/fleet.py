@@ -69,12 +69,15 @@ class Fleet(EnginePool):
         clients = [self._client(url) for url in urls]
         version = first.version if options.own and options.have_first else None
         engines = [Engine(number, client, version) for number, client in enumerate(clients)]
-        poll, hang_timeout = options.poll, options.hang_timeout
+        poll = options.poll
+        hang_timeout = options.hang_timeout
         super().__init__(engines, options.model, poll=poll, hang_timeout=hang_timeout)
         self._grace = timing.START_GRACE
         self.asleep = False
-        self._own, self._timeout = options.own, options.timeout
-        self._target, self._delivery = first, delivery
+        self._own = options.own
+        self._timeout = options.timeout
+        self._target = first
+        self._delivery = delivery
         self._stragglers: set[asyncio.Task[None]] = set()
         self._left: list[Engine] = []
         self.names: dict[str, str] = {}
@@ -96,11 +99,13 @@ class Fleet(EnginePool):
             if engine in self._watching:
                 self._watching.pop(engine).cancel()
             self._lose(engine, EngineGone(f"engine {engine.url} has left the run"))
+
         numbers = itertools.count(1 + max((e.number for e in known.values()), default=-1))
         for client in (self._client(url) for url in urls):
             if client.url not in known:
                 self.engines.append(Engine(next(numbers), client))
                 log.info("engine %s joins the run", client.url)
+
         self._watch_all()
         self._notify()
 
@@ -132,6 +137,7 @@ class Fleet(EnginePool):
                 )
             if self._delivery is not None and engine.ready_at:
                 self._delivery.check(engine)
+
         locked = [isinstance(e.problem, EngineRefused) and e.problem.locked for e in self.engines]
         if locked and all(locked):
             raise EngineError(
@@ -173,6 +179,7 @@ class Fleet(EnginePool):
             if engine.reason != str(error):
                 log.warning("%s: it stays out", error)
             return self._lose(engine, error)
+
         # Equal, not identical: while no engine serves, the watcher announces a version repeatedly.
         if target == self._target and not self.asleep:  # else there is a newer version by now
             await super()._join(engine, health)
@@ -181,7 +188,8 @@ class Fleet(EnginePool):
         """The weights that it has now."""
         if self._delivery is not None:
             self._delivery.check(engine)
-        target, has = self._target, engine.version
+        target = self._target
+        has = engine.version
         # An engine that does not say its version may have been restarted since it served.
         is_known = health.version == has or (health.version is None and not engine.has_served)
         if engine.state is EngineState.ASLEEP or has != target.version or not is_known:
@@ -190,6 +198,7 @@ class Fleet(EnginePool):
                 target = self._target
             log.info("bringing engine %s to version %d", engine.url, target.version)
             await self._update(engine, target)
+
         return target
 
     # -- weights, and sleep -----------------------------------------------------------------------
@@ -200,7 +209,9 @@ class Fleet(EnginePool):
         An engine that fails or is late is taken out. If all refuse, raises ``EngineError`` with the
         reason of the first, and they serve on as they were; if none answers, ``EngineGone``.
         """
-        start, weights, before = time.perf_counter(), Weights(weight_dir, version), self._target
+        start = time.perf_counter()
+        weights = Weights(weight_dir, version)
+        before = self._target
         self._target = weights
         asked = [
             e for e in self.engines if e.in_service and (e.version != version or not e.serving)
@@ -209,21 +220,26 @@ class Fleet(EnginePool):
             failures = await self._load(weights, asked)
         finally:
             self.asleep = False
+
         refusals = [error for error in failures.values() if not isinstance(error, EngineGone)]
-        if bug := next((error for error in refusals if not isinstance(error, EngineError)), None):
+        bug = next((error for error in refusals if not isinstance(error, EngineError)), None)
+        if bug:
             raise bug
         if asked and len(refusals) == len(asked):
             self._target = before
             for engine in (each for each in asked if each.in_service):
                 engine.version = before.version
             raise refusals[0]
+
         for engine, error in failures.items():
             if not (engine.serving and engine.version == version):  # it has not joined since
                 self._lose(engine, error)
+
         for engine in asked:
             # One that was restarted meanwhile has been put to sleep again: ``_join`` wakes it.
             if engine.state is EngineState.ASLEEP and not engine.client.asleep:
                 engine.serve()
+
         self._notify()
         if not self.serving:
             raise EngineGone(self.outage())
@@ -232,7 +248,8 @@ class Fleet(EnginePool):
     async def _load(self, weights: Weights, asked: Sequence[Engine]) -> dict[Engine, BaseException]:
         """Have engines load weights; how it failed, by engine. A straggler continues: it joins when
         it is done."""
-        left, missed = asked, dict[Engine, BaseException]()
+        left = asked
+        missed = dict[Engine, BaseException]()
         if self._delivery is not None and only_in_memory(weights.directory):
             left, missed = await self._delivery.deliver(weights, asked, self._update)
         # An engine that went away during the delivery may be joining already.
@@ -247,6 +264,7 @@ class Fleet(EnginePool):
                 missed[engine] = EngineGone(text)
             elif (error := task.exception()) is not None:
                 missed[engine] = error
+
         return missed
 
     def _straggler_done(self, task: asyncio.Task[None]) -> None:
@@ -271,7 +289,8 @@ class Fleet(EnginePool):
     async def sleep(self) -> None:
         """Have every engine give its memory back; requests in flight are kept, new ones wait.
         ``update_weights`` wakes them. Raises ``EngineError`` if one cannot."""
-        self.asleep, asked = True, self.serving
+        self.asleep = True
+        asked = self.serving
         for engine in asked:
             engine.state = EngineState.ASLEEP
         outcomes = await asyncio.gather(
@@ -287,6 +306,7 @@ class Fleet(EnginePool):
                 ) from error
             elif error is not None:
                 raise error
+
         self._notify()
 
 
@@ -294,7 +314,9 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Return when all are done, or when some have succeeded and the rest are stragglers: they take
     much longer than the others, and continue. A failure sets no pace: while no task has succeeded,
     only their own timeouts apply. Cancelling this cancels the tasks."""
-    started, pace, pending = time.monotonic(), None, set(tasks)
+    started = time.monotonic()
+    pace = None
+    pending = set(tasks)
     try:
         while pending:
             left = None

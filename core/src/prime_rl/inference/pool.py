@@ -56,15 +56,19 @@ class EnginePool:
     ) -> None:
         """``model``: the name that the engines serve it under; None: any. ``hang_timeout``: seconds
         of silence after which an engine is hung."""
-        self.engines, self._model = list(engines), model
+        self.engines = list(engines)
+        self._model = model
         self.on_waiting: Callable[[str | None], None] = lambda text: None
         """Called with what requests wait for, and with None when that is over."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
-        self._poll, self._hang_timeout, self._grace = poll, hang_timeout, math.inf
+        self._poll = poll
+        self._hang_timeout = hang_timeout
+        self._grace = math.inf
         self._pause = RetryPolicy(first_wait=poll)
         self._homes: dict[Hashable, Engine] = {}
-        self._waiting, self._starting = 0, False
+        self._waiting = 0
+        self._starting = False
         self._said: str | None = None
         self._changed = asyncio.Event()
         self._watching: dict[Engine, asyncio.Task[None]] = {}
@@ -108,7 +112,8 @@ class EnginePool:
                         if failures > tries:
                             text = f"a request failed {failures} times: {error}. See its log."
                             raise GivenUp(text) from error
-                        attempt, failed_at = attempt + 1, engine
+                        attempt = attempt + 1
+                        failed_at = engine
                         if engine.problem is None:
                             log.warning("%s; trying again", error)
                         engine.problem = error
@@ -136,6 +141,7 @@ class EnginePool:
                 while not self.serving:
                     self._check(EngineError)
                     await self._changed.wait()
+
         home = self._homes.get(key)
         if home is None or not home.serving or home is failed_at:
             others = [engine for engine in self.serving if engine is not failed_at]
@@ -143,12 +149,14 @@ class EnginePool:
             self._homes[key] = home
             if len(self._homes) > KEPT_HOMES:
                 del self._homes[next(iter(self._homes))]  # the oldest
+
         return home
 
     async def _do(self, engine: Engine, work: Callable[[Engine], Awaitable[T]]) -> T:
         engine.running += 1
         engine.asked += 1
-        task, lost = asyncio.ensure_future(work(engine)), asyncio.Future[None]()
+        task = asyncio.ensure_future(work(engine))
+        lost = asyncio.Future[None]()
         engine.flights.add(lost)
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +179,8 @@ class EnginePool:
         for what waiting does not change.
         """
         self._watch_all()
-        deadline, self._starting = time.monotonic() + timeout, True
+        deadline = time.monotonic() + timeout
+        self._starting = True
         with self._shown_waiting():
             while len(self.serving) < len(self.engines):
                 self._check(ConfigError)
@@ -182,6 +191,7 @@ class EnginePool:
                     self._not_ready(timeout)
                     break
                 await asyncio.sleep(min(timing.WAIT_READY_SECONDS, self._poll))
+
             self._starting = False
 
     def _not_ready(self, timeout: float) -> None:
@@ -231,7 +241,8 @@ class EnginePool:
         async with engine.looking:
             if engine.looked_at > asked:  # another request has just looked
                 return None
-            version, was_loading = engine.version, engine.loading.locked()
+            version = engine.version
+            was_loading = engine.loading.locked()
             try:
                 health = await engine.client.look(self._model)
             except EngineError as problem:
@@ -241,16 +252,19 @@ class EnginePool:
                 if state is not engine.state or not engine.in_service:
                     self._lose(engine, problem, state)
                 return None
+
             engine.looked_at = engine.heard_at = engine.ready_at = time.monotonic()
             if engine.state is EngineState.HUNG:
                 engine.state = EngineState.STARTING
                 self._notify()
+
             if was_loading or engine.loading.locked() or engine.version != version:
                 return None
             if engine.in_service and version is not None and health.version not in (None, version):
                 text = f"has version {health.version}, expected {version}: it was restarted"
                 engine.client.asleep = False
                 self._lose(engine, EngineError(f"{engine.client.label} {text}"))
+
             return health
 
     def _lose(
@@ -267,6 +281,7 @@ class EnginePool:
         if state is EngineState.HUNG and state is not engine.state:
             text = "%s hangs: it takes connections and answers nothing"
             log.warning(text, engine.client.label)
+
         engine.problem = problem
         engine.leave(state)
         self._notify()

@@ -62,7 +62,9 @@ def read_scores(ids: list[int], reply: Reply) -> FloatColumn:
                 f"(logprob {logprob:g}): no finite signal leads towards it. Use a reference whose "
                 "vocabulary is the policy's"
             )
+
         column[position] = logprob
+
     return column
 
 
@@ -78,7 +80,8 @@ def _entries(reply: Reply, ids: list[int]) -> list[dict[str, _Entry] | None]:
 def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColumn]:
     """Ids and log-probabilities [T, K] of the most likely tokens. Raises ``ValueError`` naming the
     first position that has fewer."""
-    tokens, column = np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
+    tokens = np.zeros((len(ids), k), np.int32)
+    column = np.zeros((len(ids), k), np.float32)
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
         found = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
@@ -87,6 +90,7 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
             raise ValueError(f"position {position} of {len(ids)}: got {text}")
         tokens[position] = [token for _, token in found]
         column[position] = [-negative for negative, _ in found]
+
     return tokens, column
 
 
@@ -102,8 +106,10 @@ def read_completions(
         given = [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
         logprobs = np.array([math.nan if x is None else x for x in given], np.float32)
         if len(logprobs) != len(choice.token_ids) or not np.isfinite(logprobs).all():
-            known, size = int(np.isfinite(logprobs).sum()), len(choice.token_ids)
+            known = int(np.isfinite(logprobs).sum())
+            size = len(choice.token_ids)
             raise ValueError(f"got {known} finite logprobs of {size} sampled tokens")
+
         versions = np.full(len(logprobs), -1, np.int32)
         for span in choice.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
@@ -116,4 +122,5 @@ def read_completions(
             policy_versions=versions if live else None,
         )
         found.append(completion)
+
     return found

@@ -55,11 +55,14 @@ class PromptScorer:
         timeout: float = 600.0,
         cache_salt: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.pool, self._model, self._cache_salt = pool, model, cache_salt
+        self.pool = pool
+        self._model = model
+        self._cache_salt = cache_salt
         self._slots = asyncio.Semaphore(max_concurrency)
         self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._salt, self._asked = "", Counter[str]()
+        self._salt = ""
+        self._asked = Counter[str]()
         self._stops: Callable[[], Sequence[int]] = tuple
         self._equal: dict[int, int] = {}
 
@@ -69,7 +72,10 @@ class PromptScorer:
         """The same model for one env, under the same limits. ``salt``: of its seeds. ``stops``:
         tokens that end a completion by default. ``asked`` counts requests and their tokens."""
         lent = copy.copy(self)
-        lent._salt, lent._stops, lent._asked, lent._equal = salt, stops, asked, {}
+        lent._salt = salt
+        lent._stops = stops
+        lent._asked = asked
+        lent._equal = {}
         return lent
 
     async def logprobs(self, token_ids: Tokens, *, group_id: int = 0) -> FloatColumn:
@@ -145,7 +151,8 @@ class PromptScorer:
     async def _post(
         self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Engine
     ) -> T:
-        client, limit = engine.client, engine.client.health.max_model_len
+        client = engine.client
+        limit = engine.client.health.max_model_len
         sampled = "" if "prompt_logprobs" in sampling else ", before any is sampled"
         if limit is not None and len(ids) + bool(sampled) > limit:
             raise OverlongError(
@@ -153,8 +160,10 @@ class PromptScorer:
                 f"{len(ids)}{sampled}. Serve it with more, or lower seq_len or "
                 "max_completion_tokens."
             )
+
         body = {"model": self._model, "token_ids": ids, "sampling_params": sampling}
-        if (salt := self._cache_salt()) is not None:
+        salt = self._cache_salt()
+        if salt is not None:
             body["cache_salt"] = salt
         content = msgspec.json.encode(body)
         try:

@@ -99,6 +99,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         return 1
     finally:
         beats.cancel()
+
     return 0
 
 
@@ -148,7 +149,8 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
 @contextmanager
 def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> Iterator[None]:
     """While the orchestrator is being built, a stop cancels the task: no step was trained."""
-    task, is_building = asyncio.current_task(), True
+    task = asyncio.current_task()
+    is_building = True
 
     def cancel(stop: asyncio.Task[None]) -> None:
         # A stop that failed is no stop: the loop raises its error.
@@ -184,10 +186,13 @@ def _exit_within(seconds: float, code: int) -> None:
 
 async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     """Everything the loop holds, ready to run; ``stack`` closes it."""
-    config, launch, run_dir = run.config, run.launch, run.run_dir
+    config = run.config
+    launch = run.launch
+    run_dir = run.run_dir
     if launch.wait_for_model:
         run.status.report("waiting", waiting_for="model (being made)")
         await wait_for_model(Path(launch.model_path))
+
     engines = build.build_engines(run)
     for fleet in (engines.fleet, *engines.average):
         stack.push_async_callback(fleet.close)
@@ -202,6 +207,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         await env.algorithm.setup(env.host)
         if isinstance(env.source, ExternalSource):
             await env.source.source.setup(env.host)
+
     monitors = build.build_monitors(config, run.hooks, run_dir)
     for monitor in monitors:
         stack.callback(monitor.close)
@@ -211,6 +217,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     for observer in orchestrator.observers:
         stack.push_async_callback(observer.close)
         await observer.setup()
+
     await _wait_for_models(stack, run, engines, envs)
     return orchestrator
 
@@ -228,7 +235,8 @@ async def _wait_for_models(
     stack: AsyncExitStack, run: RunContext, engines: Engines, envs: Sequence[TrainEnv]
 ) -> None:
     """Until the policy and every frozen model answer."""
-    timeout, outages = run.config.inference.ready_timeout, engines.outages
+    timeout = run.config.inference.ready_timeout
+    outages = engines.outages
     run.status.report("waiting", waiting_for="inference (engine start)")
     for fleet in (engines.fleet, *engines.average):
         await fleet.wait_ready(timeout)

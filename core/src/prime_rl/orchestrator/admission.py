@@ -199,8 +199,10 @@ class Pace:
             self._training.append(max(now - began, 0.0) / steps)
             self._held.append(self._held_now / steps)
             self._cycles.append((now - self._served_at) / steps)
+
         self._held_now = 0.0
-        self._version, self._served_at = version, now
+        self._version = version
+        self._served_at = now
         self._sent_at = {step: at for step, at in self._sent_at.items() if step > version}
 
     def look(self, cause: str, waits_for: str | None, now: float) -> None:
@@ -212,6 +214,7 @@ class Pace:
             self._held_now += elapsed
             env = self._env or ""
             self.held[env] = self.held.get(env, 0.0) + elapsed
+
         self._cause = cause
         self._env = waits_for
         self._looked_at = now
@@ -272,6 +275,7 @@ def inflight_limit(
         return InflightLimit(
             number, f"{len(known)} engines run {sum(known)} at once, and {QUEUE:.0%} wait"
         )
+
     batches = max(2.0, longest_lead + 1)
     number = ceil(batches * batch_size)
     if batches > 2:
@@ -294,9 +298,12 @@ class Admission:
     ) -> None:
         """``lead``: fixed, for comparisons. ``places``: the rollouts that so many members of an env
         will bring."""
-        self.batch_size, self.max_off_policy_steps = batch_size, max_off_policy_steps
-        self._max_steps, self._factor = max_steps, oversampling_factor
-        self._fixed_lead, self._places = lead, places
+        self.batch_size = batch_size
+        self.max_off_policy_steps = max_off_policy_steps
+        self._max_steps = max_steps
+        self._factor = oversampling_factor
+        self._fixed_lead = lead
+        self._places = places
         self.in_turn = False
         """Engines and trainer share the GPUs."""
         self.in_order = max_off_policy_steps == 0
@@ -331,7 +338,8 @@ class Admission:
 
     def open(self, ticket: Ticket, version: int, now: float) -> None:
         """Its members are being sampled."""
-        ticket.policy_version, ticket.opened_at = version, now
+        ticket.policy_version = version
+        ticket.opened_at = now
         del self._unopened[ticket.group_id]
         self._age(ticket, ticket.size)
         self.durations.setdefault(ticket.env_name, Durations()).open(ticket)
@@ -406,6 +414,7 @@ class Admission:
             before, at = self._measured
             if version == before and now - at < self.look_again - TOLERANCE:
                 return False
+
         self._measured = version, now
         step = max(seconds * LATE, TOLERANCE)
         for env in self.durations:
@@ -466,7 +475,8 @@ class Admission:
         """Chosen groups whose place is near enough, nearest first."""
         if not self._unopened:
             return
-        coming, left = 0.0, len(self._unopened)
+        coming = 0.0
+        left = len(self._unopened)
         for ticket in [*self.tickets.values()]:
             if ticket.opened_at is None:
                 left -= 1
@@ -503,6 +513,7 @@ class Admission:
             del self._complete[ticket.group_id]
             self._age(ticket, -ticket.size)
             self._passed[ticket.env_name] += ticket.size
+
         # Batch ``version + 1`` is the one that the trainer needs next.
         self.pace.look("training" if at.step > at.version + 1 else cause, env, now)
         return chosen
@@ -515,6 +526,7 @@ class Admission:
                 (t for t in self.tickets.values() if t.opened_at is not None),
             )
             return [ticket for ticket in prefix if not ticket.handed_on], "starved", None
+
         if self.max_off_policy_steps == 1:
             return [*self._fitting(at)], "starved", None
         if at.step > at.version + 2:
@@ -522,7 +534,8 @@ class Admission:
         left = self.batch_size - at.num_buffered - self._coming(self._passed)
         reserved = {v: self._coming(c) for v, c in sorted(self._by_version.items())}
         chosen: list[Ticket] = []
-        refused, blocker = 0.0, None
+        refused = 0.0
+        blocker = None
         waiting = sorted(self._complete.values(), key=self._deadline)
         for ticket in waiting:
             if left <= 0:
@@ -535,10 +548,12 @@ class Admission:
                 refused += places
                 blocker = blocker or late
                 continue
+
             chosen.append(ticket)
             left -= places
             if ticket.ages:
                 reserved[ticket.policy_version] -= places
+
         cause = "held" if refused and refused >= left > 0 else "starved"
         return chosen, cause, blocker
 
@@ -547,7 +562,8 @@ class Admission:
         while the batch has places; then others, unless they take the place of one of the former in
         flight. What does not fit waits in the buffer."""
         left = self.batch_size - at.num_buffered - self._coming(self._passed)
-        due, others = [], []
+        due = []
+        others = []
         for ticket in self.tickets.values():
             if ticket.handed_on or ticket.opened_at is None:
                 continue
@@ -555,10 +571,12 @@ class Admission:
                 due.append(ticket)
             elif ticket.is_complete:
                 others.append(ticket)
+
         for ticket in due:
             if left > 0 and ticket.is_complete:
                 yield ticket
             left -= self._places(ticket.env_name, ticket.size)
+
         expects_due = any(not ticket.is_complete for ticket in due)
         for ticket in others:
             places = self._places(ticket.env_name, ticket.size)
@@ -587,13 +605,15 @@ class Admission:
             room = left + (last_batch - at.step) * self.batch_size
             if needed > TOLERANCE and older + places > room + TOLERANCE:
                 return next(iter(self._by_version[version]))
+
         return None
 
     def _env_ahead(self, ticket: Ticket, chosen: set[int]) -> str | None:
         """The env that ``ticket``'s env would overtake by too much."""
         if self.max_off_policy_steps < 2 or len(self._members) < 2:
             return None
-        ahead, first = 0.0, None
+        ahead = 0.0
+        first = None
         for other in self.tickets.values():
             if other.handed_on or other.group_id in chosen:
                 continue
@@ -603,4 +623,5 @@ class Admission:
             ahead += self._places(other.env_name, other.size)
             if ahead > max(AHEAD * self.batch_size, other.size):
                 return first
+
         return None

@@ -44,6 +44,7 @@ class Background(Monitor):
         if self._calls.qsize() < self._max_waiting:
             self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
             return
+
         self._lost += 1
         if self._lost == 1:
             log.warning(
@@ -81,6 +82,7 @@ class Background(Monitor):
                 "monitor %r is not done %.0f s after the end of the run: %d lines are lost",
                 self.name, CLOSE_SECONDS, self._calls.qsize(),
             )  # fmt: skip
+
         if self._lost:
             log.warning("monitor %r was too slow: %d lines are missing", self.name, self._lost)
 

@@ -21,7 +21,8 @@ def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list
     """The samples (or bundles) of each minibatch: whole groups, of about equal work. Fewer than
     ``number`` if there are fewer groups. ``groups``, ``costs``: of each sample."""
     ids, owners = np.unique(groups, return_inverse=True)
-    work, free = np.asarray(np.bincount(owners, costs), np.float64), [0] * len(ids)
+    work = np.asarray(np.bincount(owners, costs), np.float64)
+    free = [0] * len(ids)
     bins = spread(range(len(ids)), work, free, free[:number]) or []
     return [np.flatnonzero(np.isin(owners, own)).tolist() for own in bins]
 
@@ -53,4 +54,5 @@ def spread(
         for other in passed:
             if other[2] >= smallest:  # else it is full
                 heappush(heap, other)
+
     return bins

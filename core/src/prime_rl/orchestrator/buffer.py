@@ -12,7 +12,10 @@ from prime_rl.plugins.algorithm import Filter
 from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import Batch, Group, Rollout
 
-STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"
+STALE = "stale"
+FAILED = "failed"
+REJECTED = "sampler"
+LEFT_OUT = "left out by its algorithm"
 
 MOST_REASON = 300
 """Characters of a rollout's reason that an error quotes."""
@@ -41,9 +44,11 @@ class Buffer:
         first_step: int = 1,
         whole_groups: bool = False,
     ) -> None:
-        self._size, self._whole_groups = batch_size, whole_groups
+        self._size = batch_size
+        self._whole_groups = whole_groups
         self._max_off_policy = max_off_policy_steps
-        self._pre, self._post = pre, post
+        self._pre = pre
+        self._post = post
         self._patience = max_empty_batches * batch_size
         self._pending: deque[tuple[Rollout, Group]] = deque()
         """Each with its group."""
@@ -54,7 +59,8 @@ class Buffer:
         self._examples: dict[str, str] = {}
         """The newest reason of each sort."""
         self.batch = Batch(first_step)
-        self._full, self._room = asyncio.Event(), asyncio.Event()
+        self._full = asyncio.Event()
+        self._room = asyncio.Event()
         self._room.set()
 
     @property
@@ -121,6 +127,7 @@ class Buffer:
                 self._reasons.clear()
                 self._failures.clear()
                 self._examples.clear()
+
         for event, holds in ((self._full, self.is_full), (self._room, not self.is_full)):
             event.set() if holds else event.clear()
 
@@ -147,6 +154,7 @@ class Buffer:
             else:
                 self.batch.dropped[id(rollout)] = reason
                 self.batch.seen.append(rollout)
+
         self.fill()
 
     def take(self) -> Batch:
@@ -211,14 +219,17 @@ class FilterSlot:
         enforcing = []
         for name, is_enforcing, call in self._calls:
             reasons = call(rollout=rollout, group=group or [rollout])
-            if wrong := [reason for reason in reasons if not isinstance(reason, str)]:
+            wrong = [reason for reason in reasons if not isinstance(reason, str)]
+            if wrong:
                 raise PluginError(
                     f"filter {name!r}: filter_rollout gave {wrong[0]!r}, expected the reason to "
                     "drop the rollout, or None to keep it"
                 )
+
             self.objections[name] += bool(reasons)
             if reasons and is_enforcing:
                 enforcing.append(name)
+
         self.dropped += bool(enforcing)
         return enforcing
 
@@ -230,6 +241,7 @@ class FilterSlot:
             for name, _, _ in self._calls
         }
         metrics[f"filters/{self.label}/dropped"] = self.dropped / seen
-        self.seen, self.dropped = 0, 0
+        self.seen = 0
+        self.dropped = 0
         self.objections.clear()
         return metrics

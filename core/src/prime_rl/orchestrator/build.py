@@ -70,9 +70,11 @@ def build_orchestrator(
     shared: Shared, envs: Sequence[TrainEnv], monitors: Sequence[Monitor], wire: Sender
 ) -> Orchestrator:
     """The loop with its observers, in the order in which they are called."""
-    run, engines = shared.run, shared.engines
+    run = shared.run
+    engines = shared.engines
     reporter = Reporter(run.hooks, monitors)
-    sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run, envs)
+    sampler = build_sampler(run.config, run.hooks, envs)
+    buffer = build_buffer(run, envs)
     environment = partial(_environment, shared)
     host = ObserverHost(
         shared,
@@ -110,7 +112,8 @@ def build_orchestrator(
 
 def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
     """Every installed observer, by name."""
-    tables, names = run.config.observers, collect(run.hooks, OBSERVER)
+    tables = run.config.observers
+    names = collect(run.hooks, OBSERVER)
     return [
         make(OBSERVER, name, tables.get(name, {}), run.hooks, f"observers.{name}", host)
         for name in names
@@ -119,16 +122,23 @@ def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
 
 def build_engines(run: RunContext) -> Engines:
     """The engines of the live policy: those of this run, or ``inference.base_url``."""
-    inference, table, launch = run.config.inference, run.config.weight_broadcast, run.launch
+    inference = run.config.inference
+    table = run.config.weight_broadcast
+    launch = run.launch
     transport = make_transport(table, run.hooks)
     broadcasts = run.run_dir / "broadcasts"
-    key, version = os.environ.get(ADMIN_KEY, ""), launch.first_step - 1
-    own, kept = inference.base_url is None, launch.engines_kept
+    key = os.environ.get(ADMIN_KEY, "")
+    version = launch.first_step - 1
+    own = inference.base_url is None
+    kept = launch.engines_kept
     have_first = launch.engine_version == version and not kept
     timeouts = inference.ready_timeout, inference.hang_timeout
     options = FleetOptions(launch.served_model_name, own, have_first, *timeouts)
     fleet = Fleet(
-        *(launch.engine_urls, key, Weights(launch.first_weights, version), options),
+        launch.engine_urls,
+        key,
+        Weights(launch.first_weights, version),
+        options,
         delivery=None if transport is None else transport.delivery(broadcasts, table.timeout),
     )
     outages = Outages()
@@ -148,9 +158,14 @@ def build_engines(run: RunContext) -> Engines:
 def build_shared(run: RunContext, engines: Engines) -> Shared:
     """The renderer, and the live policy to sample from and to score with."""
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
-    name, key = run.launch.served_model_name, os.environ[ENGINE_KEY]
+    name = run.launch.served_model_name
+    key = os.environ[ENGINE_KEY]
     renderer_named = partial(build_renderer, run.config, run.hooks)
-    renderer, salt = renderer_named(), lambda: str(engines.policy.version)
+    renderer = renderer_named()
+
+    def salt() -> str:
+        return str(engines.policy.version)
+
     scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
     return Shared(
         run,
@@ -178,7 +193,8 @@ def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> 
 
 def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
     """A training env with its scope."""
-    config, hooks = shared.run.config.orchestrator, shared.run.hooks
+    config = shared.run.config.orchestrator
+    hooks = shared.run.hooks
     algo = env.algo or config.algo
     algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
     environment = _environment(shared, env, config.train.harness)
@@ -198,11 +214,13 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     """The source of the env's rollouts, by its algorithm's ``sampling.source``."""
     config = shared.run.config.orchestrator
     table: AlgoSamplingConfig = (env.algo or config.algo).sampling
-    source, where = table.source, f"env {env.label!r}: algo.sampling.source"
+    source = table.source
+    where = f"env {env.label!r}: algo.sampling.source"
     sampling = env.sampling or config.train.sampling
     if isinstance(source, SourceTable):
         built = make(SOURCE, source.type, source.settings, shared.run.hooks, where)
         return ExternalSource(env.label, environment, built)
+
     if isinstance(source, FrozenModel):
         return SampledFrozen(
             env.label,
@@ -213,6 +231,7 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
             shared.rendering,
             shared.engines.outages.reporter(),
         )
+
     return Sampled(env.label, environment, shared.router, sampling)
 
 
@@ -253,7 +272,8 @@ def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> 
 def build_buffer(run: RunContext, envs: Sequence[TrainEnv]) -> Buffer:
     """The buffer with both filter slots."""
     config = run.config.orchestrator
-    pre, post = "pre_batch_filters", "post_batch_filters"
+    pre = "pre_batch_filters"
+    post = "post_batch_filters"
     return Buffer(
         batch_size=config.batch_size,
         max_off_policy_steps=config.max_off_policy_steps,

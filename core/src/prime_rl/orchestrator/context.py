@@ -143,10 +143,12 @@ class EnvHost:
 
     def __init__(self, env: str, environment: Environment, shared: Shared) -> None:
         self.env = env
-        self._environment, self._shared = environment, shared
+        self._environment = environment
+        self._shared = shared
         self._connected: list[FrozenPool] = []
         self._asked = Counter[str]()
-        self.seq_len, self.seed = shared.run.config.seq_len, shared.run.config.seed
+        self.seq_len = shared.run.config.seq_len
+        self.seed = shared.run.config.seed
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
 
     @property
@@ -189,18 +191,22 @@ class EnvHost:
     @cached_property
     def initial(self) -> ReferenceModel:
         run = self._shared.run
-        model, url = run.config.orchestrator.initial, run.launch.reference_urls.get("initial")
+        model = run.config.orchestrator.initial
+        url = run.launch.reference_urls.get("initial")
         if model is None and url:
             name = run.launch.served_model_name
             model = FrozenModel(name=name, base_url=(f"{url}/v1",), api_key_var=ENGINE_KEY)
+
         if model is None:
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_initial")
         return self.connect(model)
 
     @cached_property
     def ema(self) -> ReferenceModel:
-        name, key = self._shared.run.launch.served_model_name, os.environ[ENGINE_KEY]
-        if not (fleets := self._shared.engines.average):
+        name = self._shared.run.launch.served_model_name
+        key = os.environ[ENGINE_KEY]
+        fleets = self._shared.engines.average
+        if not fleets:
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
         return self._lend(
             scorer_over(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
@@ -208,10 +214,12 @@ class EnvHost:
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
-        where, report = f"env {self.env!r}: reference", self._shared.engines.outages.reporter()
+        where = f"env {self.env!r}: reference"
+        report = self._shared.engines.outages.reporter()
         pool = FrozenPool.of(model, where=where, on_waiting=report)
         self._connected.append(pool)
-        limit, timeout = model.max_concurrency, model.timeout
+        limit = model.max_concurrency
+        timeout = model.timeout
         return self._lend(scorer_over(pool, model.name, max_concurrency=limit, timeout=timeout))
 
     def render(

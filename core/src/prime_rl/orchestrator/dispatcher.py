@@ -101,9 +101,11 @@ class Dispatcher:
     ) -> None:
         """``next_group``: the env and the example of the next group. ``run_rollout``: sample a
         member of a group, by its number; None: it failed."""
-        self._engines, self._buffer = engines, buffer
+        self._engines = engines
+        self._buffer = buffer
         self._envs = {env.name: env for env in envs}
-        self._next_group, self._run_rollout = next_group, run_rollout
+        self._next_group = next_group
+        self._run_rollout = run_rollout
         self._config = config.orchestrator
         self._yields: dict[str, float] = {}
         self.admission = Admission(
@@ -154,9 +156,11 @@ class Dispatcher:
         """An arrived group is buffered or dropped now."""
         del self._open[group.group_id]
         self.admission.remove(group)
-        if survivors := group.survivors:
+        survivors = group.survivors
+        if survivors:
             num_finished = group.size - group.num_failed
             self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
+
         if self.admission.in_order:
             self._open_groups()
         self.wake()
@@ -242,12 +246,14 @@ class Dispatcher:
         if self._engines.fleet.asleep:
             self.admission.in_turn = True
             return
+
         self.admission.measure(self._engines.policy.version, self._clock())
         most = self.max_inflight
         for ticket in self.admission.to_open(self._standing):
             if self.num_inflight >= most:
                 return
             self._open_group(self._chosen[ticket.group_id])
+
         while self.room() > 0:
             env, example_id = self._next_group()
             group = self._choose(self._opened, env, example_id)
@@ -293,12 +299,14 @@ class Dispatcher:
                 reason = "was cancelled from inside its environment"
                 self._fail(RunError(f"a rollout of group {group.group_id} {reason}"))
             raise
+
         group.members[index] = rollouts
         self._inflight -= not group.cancelled
         self.counts["failed" if rollouts is None else "finished"] += 1
         if not (group.num_inflight or group.cancelled):
             self.admission.complete(group, self._clock())
             self._hand_on()
+
         self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -336,6 +344,7 @@ class Dispatcher:
             del self._open[group.group_id]
             self.admission.cancel(group, self._clock())
             self._inflight -= group.num_inflight
+
         pending = {task: group.env.name for group in groups for task in group.tasks}
         for task in pending:
             task.cancel()

@@ -100,7 +100,9 @@ class EngineKeeper(Observer):
 
     def __init__(self, run: RunContext, engines: Engines, installed: Sequence[Observer]) -> None:
         """``installed``: observers that plugins brought."""
-        self.context, self.engines, self._installed = run, engines, installed
+        self.context = run
+        self.engines = engines
+        self._installed = installed
 
     async def run(self) -> None:
         """Raises ``EngineError`` when no engine has served for too long."""
@@ -127,7 +129,8 @@ class EngineKeeper(Observer):
         stay there; work that needs the present version is completed first."""
         if not self.context.config.deployment.colocated:
             return
-        started, awaited = time.perf_counter(), f"trainer (weights of step {step - 1})"
+        started = time.perf_counter()
+        awaited = f"trainer (weights of step {step - 1})"
         self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
         await self.engines.policy.wait_for(step - 1)
         for observer in self._installed:

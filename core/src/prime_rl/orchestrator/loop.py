@@ -60,9 +60,13 @@ class Orchestrator:
         observers: Sequence[Observer],
     ) -> None:
         """``observers`` are called in their order; ``sampling`` is one of them."""
-        self.context, self.observers = run, observers
-        self.sampling, self.buffer, self.packer = sampling, buffer, packer
-        self.wire, self.weights = wire, weights
+        self.context = run
+        self.observers = observers
+        self.sampling = sampling
+        self.buffer = buffer
+        self.packer = packer
+        self.wire = wire
+        self.weights = weights
 
     async def run(self, stop: asyncio.Future[None] | None = None) -> int | None:
         """Train every step. Returns None, or the last step if ``stop`` ended the run early.
@@ -93,10 +97,12 @@ class Orchestrator:
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
             raise error from None
+
         return await self._end_early() if stopped else None
 
     async def _train(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
-        first, last = self.context.launch.first_step, self.context.config.max_steps
+        first = self.context.launch.first_step
+        last = self.context.config.max_steps
         for observer in self.observers:
             await self._unless_stopped(observer.before_training())
         sampling = until_cancelled(self.sampling.run())
@@ -106,6 +112,7 @@ class Orchestrator:
             await self.sampling.score_batch()  # whole, or a stop would save half of its credit
             batch = self.buffer.take()  # filters
             await self._send(batch)  # packer -> wire -> trainer
+
         self.context.status.report("finishing", waiting_for=f"trainer (weights of step {last})")
         await self.weights.policy.wait_for(last)  # weights
         for observer in self.observers:

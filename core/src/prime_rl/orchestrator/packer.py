@@ -97,10 +97,12 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
                     "host.seq_len."
                 )
             pieces.append(Piece(sample, rollout.env, number, group))
+
     pieces = _without_incomplete(pieces, losses)
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
         bundles.setdefault(key[: 4 - scopes[piece.group]], []).append(index)
+
     return Packing(pieces, [*bundles.values()], frozenset(needs), step)
 
 
@@ -130,6 +132,7 @@ def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Pie
             none = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
             without = sample_of(sample.columns | none, sample.temperature)
             left[index] = replace(left[index], sample=without)
+
     return left
 
 
@@ -142,6 +145,7 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise "
             "trainer.micro_batch_tokens."
         )
+
     rows: list[list[int]] = []
     rooms: list[int] = []  # the distinct amounts of room, ascending: few, so bisection stays cheap
     with_room: dict[int, list[int]] = {}  # amount of room -> rows that have it
@@ -149,18 +153,22 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         at = bisect_left(rooms, length)
         if at == len(rooms):
-            row, room = len(rows), capacity
+            row = len(rows)
+            room = capacity
             rows.append([])
         else:
             room = rooms[at]
             row = with_room[room].pop()
             if not with_room[room]:
                 del rooms[at], with_room[room]
+
         rows[row].append(index)
-        if left := room - length:
+        left = room - length
+        if left:
             if left not in with_room:
                 insort(rooms, left)
             with_room.setdefault(left, []).append(row)
+
     return rows
 
 
@@ -174,7 +182,8 @@ def pack_ranks(
     packing: Packing, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
 ) -> list[list[MicroBatch]]:
     """The rows of each rank, equally many. Raises ``StreamError`` for a bundle that fits no row."""
-    pieces, bundles = packing.pieces, packing.bundles
+    pieces = packing.pieces
+    bundles = packing.bundles
     lengths = [sum(len(pieces[i].sample) for i in bundle) for bundle in bundles]
     for bundle, length in zip(bundles, lengths, strict=True):
         if length > capacity and len(bundle) > 1:
@@ -183,12 +192,14 @@ def pack_ranks(
                 "to one rollout or group, which a loss sees whole, so they go into one row, and a "
                 f"row holds {capacity}. Raise trainer.micro_batch_tokens, or lower seq_len."
             )
+
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
         ranks = plan_ranks(rows, lengths, capacity, num_ranks, totals)
+
     return [
         [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in own]
         for own in ranks
@@ -252,12 +263,15 @@ class Packer:
     """Packs every batch of one run: in rows, spread over the ranks."""
 
     def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks, losses: Components) -> None:
-        self._config, self._num_ranks, self._hooks = config, num_ranks, hooks
+        self._config = config
+        self._num_ranks = num_ranks
+        self._hooks = hooks
         self._losses = losses
 
     def pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
-        limit, flops = self._config.seq_len, self._config.trainer.attention_flops
+        limit = self._config.seq_len
+        flops = self._config.trainer.attention_flops
         packing = packing_of(batch.step, batch.kept, self._losses, limit)
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
         minibatches = self._config.trainer.minibatches
@@ -281,12 +295,17 @@ def batch_frames(
         log.warning(
             "step %d: the batch has %d groups, which are not split, so it has %d minibatches "
             "instead of %d (trainer.minibatches)",
-            *(packing.step, len(parts), len(parts), minibatches),
+            packing.step,
+            len(parts),
+            len(parts),
+            minibatches,
         )
+
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
         own = replace(packing, bundles=[packing.bundles[i] for i in part])
         packed = pack_ranks(own, capacity, num_ranks, attention_flops)
         for rank, rows in zip(ranks, packed, strict=True):
             rank += [replace(row, minibatch=number) for row in rows]
+
     return [encode_batch(packing.step, rows) for rows in ranks]

@@ -65,7 +65,9 @@ class WeightWatcher:
     ) -> None:
         self._broadcasts = run_dir / "broadcasts"
         self._steps = Tail(run_dir / "trainer.jsonl")
-        self.policy, self._fleet, self._observers = policy, fleet, observers
+        self.policy = policy
+        self._fleet = fleet
+        self._observers = observers
         self.announced: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(POLL_SECONDS)
         """``Sender.announced``, in a run."""
         self._next_step = policy.version + 1
@@ -85,7 +87,8 @@ class WeightWatcher:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
         files. No engine loads it, so a version in memory is requested as files. Raises ``RunError``
         if none comes for ``within`` seconds in which the trainer does nothing."""
-        newest, deadline = -1, time.monotonic() + within
+        newest = -1
+        deadline = time.monotonic() + within
         while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
             if held:
                 want_files(self._broadcasts)
@@ -94,9 +97,13 @@ class WeightWatcher:
             if time.monotonic() > deadline:
                 lacks = f"the weights of step {version}, the last, are not in {self._broadcasts}"
                 raise RunError(f"{lacks} after {within:g} s (orchestrator.weights_timeout)")
+
             await asyncio.sleep(POLL_SECONDS)
-            if (found := newest_version(self._broadcasts)) not in (None, newest):
-                newest, deadline = found, time.monotonic() + within
+            found = newest_version(self._broadcasts)
+            if found not in (None, newest):
+                newest = found
+                deadline = time.monotonic() + within
+
         self._read_steps()
 
     async def _update_or_skip(self, version: int) -> None:
@@ -107,7 +114,8 @@ class WeightWatcher:
         except EngineGone:
             await asyncio.sleep(GONE_SECONDS)  # without a limit here: ``Fleet.run`` has one
         except EngineError:
-            if (newest := newest_version(self._broadcasts) or 0) <= version:
+            newest = newest_version(self._broadcasts) or 0
+            if newest <= version:
                 raise
             log.warning("version %d was not loaded, going on with %d", version, newest)
 
@@ -122,6 +130,7 @@ class WeightWatcher:
             )
         finally:
             self.policy.is_loading = False
+
         self._num_updates += 1
         await self.policy.advance(version)
         for observer in self._observers:

@@ -71,7 +71,10 @@ class Checkpointing(Observer):
         dispatcher: Dispatcher,
         buffer: Buffer,
     ) -> None:
-        self.context, self.envs, self.dispatcher, self.buffer = run, envs, dispatcher, buffer
+        self.context = run
+        self.envs = envs
+        self.dispatcher = dispatcher
+        self.buffer = buffer
         self._parts: dict[str, Any] = {"sampler": sampler}
         """What may have state, by the folder that it is saved in."""
         self._saved_at = time.monotonic()
@@ -106,6 +109,7 @@ class Checkpointing(Observer):
                 if wait is not None:
                     self.context.status.report("waiting", waiting_for=f"disk ({error})")
                     await asyncio.sleep(wait)
+
         log.error("step %d: no checkpoint; the run goes on", step)
 
     def save(self, directory: Path, step: int) -> None:
@@ -116,6 +120,7 @@ class Checkpointing(Observer):
             folder = _folder(directory, name)
             folder.mkdir(parents=True, exist_ok=True)
             part.save(folder)
+
         (directory / BUFFERED).write_bytes(encode_rollouts(step, self.buffer.buffered))
         progress = Progress(
             **msgspec.structs.asdict(self.dispatcher.requested),
@@ -137,6 +142,7 @@ class Checkpointing(Observer):
             progress = msgspec.json.decode(path.read_bytes(), type=Progress)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
+
         for name, part in self._parts.items():
             before = progress.saved.get(name)
             if before == type(part).name:
@@ -144,8 +150,10 @@ class Checkpointing(Observer):
                 continue
             found = "none" if before is None else f"{before!r}'s state"
             log.warning("%s %r starts afresh: the checkpoint has %s", name, type(part).name, found)
+
         self.dispatcher.resume(progress)
-        known, stored = {env.name for env in self.envs}, decode_rollouts(directory / BUFFERED)
+        known = {env.name for env in self.envs}
+        stored = decode_rollouts(directory / BUFFERED)
         buffered = [each for each in stored["rollouts"] if each.rollout.env in known]
         self.buffer.restore(buffered)
         log.info("%d scored rollouts were buffered", len(buffered))

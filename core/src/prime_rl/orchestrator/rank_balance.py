@@ -71,4 +71,5 @@ def _deal(rows: Rows, costs: Floats, num_ranks: int) -> list[Rows]:
         for rank, row in zip(least_first, order[start : start + num_ranks], strict=True):
             ranks[rank].append(rows[row])
             totals[rank] += work[row]
+
     return ranks

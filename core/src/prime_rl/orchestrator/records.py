@@ -88,6 +88,7 @@ def _stored(row: Mapping[str, Any]) -> StoredRollout:
             for name, (dtype, data, *more) in sample["columns"].items()
         }
         samples.append(sample_of(columns, sample["temperature"]))
+
     plain = {  # older files have fewer
         name: msgspec.convert(row[name], TYPES[name]) for name in FIELDS if name in row
     }

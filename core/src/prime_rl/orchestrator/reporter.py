@@ -23,7 +23,8 @@ class Reporter(Observer):
     def __init__(self, hooks: Hooks, monitors: Sequence[Monitor]) -> None:
         self.sources: list[Callable[[], Mapping[str, float]]] = []
         """Functions that return what other pieces measured since the last step."""
-        self._hooks, self._monitors = hooks, monitors
+        self._hooks = hooks
+        self._monitors = monitors
         self._started = self._last = time.perf_counter()
         self._failures = Failures()
 
@@ -46,6 +47,7 @@ class Reporter(Observer):
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
+
         self._last = time.perf_counter()
 
     def batch_lost(self, batch: Batch) -> None:

@@ -41,8 +41,12 @@ class Sampling(Observer):
         installed: Sequence[Observer] = (),
     ) -> None:
         """``installed``: observers that plugins brought."""
-        self.context, self.engines, self.envs = run, engines, envs
-        self.sampler, self.buffer, self._installed = sampler, buffer, installed
+        self.context = run
+        self.engines = engines
+        self.envs = envs
+        self.sampler = sampler
+        self.buffer = buffer
+        self._installed = installed
         self._num_cut = 0
         """Samples that were longer than ``seq_len`` since the last metrics."""
         self.is_scoring = False
@@ -63,7 +67,8 @@ class Sampling(Observer):
                     await self.buffer.wait_for_room()
                     if self.dispatcher.arrivals.empty():
                         self.report()
-                    awaited, started = self.waits_for, time.perf_counter()
+                    awaited = self.waits_for
+                    started = time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
                     self.context.waited.add(f"wait/orchestrator/{awaited}", started)
                     await self._credit(group)
@@ -73,7 +78,8 @@ class Sampling(Observer):
 
     async def _credit(self, group: OpenGroup) -> None:
         """Score a complete group's survivors, and let them compete for a place in the batch."""
-        env, rollouts = group.env, group.survivors
+        env = group.env
+        rollouts = group.survivors
         if group.num_failed:
             self.buffer.note_failed(group.num_failed, env.name)
         if rollouts:
@@ -89,7 +95,9 @@ class Sampling(Observer):
             if rejected is None:
                 for other in self.envs:
                     other.source.observe(rollouts)
+
             self.buffer.add(rollouts, rejected=rejected)
+
         self.dispatcher.taken(group)
 
     async def score_batch(self) -> None:
@@ -114,17 +122,23 @@ class Sampling(Observer):
         try:
             rollouts = self._cut(await group.env.source.produce(request))
         except RolloutFailed as failure:
-            env, result = group.env.name, failure.result
+            env = group.env.name
+            result = failure.result
             kind = result.error_type or "unknown"
             log.warning(
                 "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-                *(env, group.example_id, group.group_id, kind, result.error),
+                env,
+                group.example_id,
+                group.group_id,
+                kind,
+                result.error,
             )
             self.buffer.note_failure(f"{kind}: {result.error}")
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
                 observer.rollout_failed(env, kind, result.num_sampled, result.num_turns)
             return None
+
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
         return rollouts
@@ -172,7 +186,8 @@ class Sampling(Observer):
 
     def report(self) -> None:
         """Write the status: which batch is being sampled, and what it waits for."""
-        version, share = self.engines.policy.version, self.engines.policy.evaluated
+        version = self.engines.policy.version
+        share = self.engines.policy.evaluated
         texts = {
             "models": self.engines.outages.waiting_for,
             "trainer": f"trainer (weights of step {version + 1})",
@@ -203,9 +218,12 @@ class Sampling(Observer):
             if isinstance(env.source, ExternalSource):
                 own = env.source.source.metrics()
                 found |= {f"source/{env.name}/{name}": value for name, value in own.items()}
-        if behind := self.dispatcher.versions_behind:
+
+        behind = self.dispatcher.versions_behind
+        if behind:
             found["dispatcher/off_policy/mean"] = fmean(behind)
             found["dispatcher/off_policy/max"] = float(max(behind))
+
         return {**found, **self.sampler.metrics()}
 
 
@@ -216,6 +234,8 @@ async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
     if (plan.group_size or 1) > env.group_size:
         most = f"at most the {env.group_size} of env {env.name!r}; raise group_size in the config"
         raise PluginError(f"prepare_rollout set group_size = {plan.group_size}, expected {most}.")
-    if (wanted := env.algorithm.needs_temperature) not in (None, plan.temperature):
+
+    wanted = env.algorithm.needs_temperature
+    if wanted not in (None, plan.temperature):
         needs = f"{env.algorithm.name!r} learns at {wanted} only"
         raise PluginError(f"prepare_rollout set temperature = {plan.temperature}, and {needs}.")

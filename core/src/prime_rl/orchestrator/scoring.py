@@ -59,6 +59,7 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
             f"env {rollout.env!r}: observation_weights weighs tokens the policy sampled; expected "
             "0.0 there"
         )
+
     if sample.is_repeat is not None:
         weights = np.where(sample.is_repeat, np.float32(0.0), weights)
     before = sample.ce_weights
@@ -107,6 +108,7 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     if action_loss != "rl":
         for sample in rollout.samples:
             _route(rollout, sample, action_loss)
+
     trained = _check_complete(rollout, losses or installed_losses())
     if action_loss in trained and "advantages" in trained[action_loss].required:
         rollout.credited = action_loss
@@ -121,6 +123,7 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     ):
         for sample in rollout.samples:
             sample.set_stream(f"{action_loss}{WEIGHTS}", np.zeros(len(sample), np.float32))
+
     rollout.freeze()
 
 
@@ -128,9 +131,11 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
     name = f"{component}{WEIGHTS}"
     if name not in rollout.assigned:
         ours = sample.loss_mask.astype(np.float32)
-        if (before := stream(sample, name)) is not None:
+        before = stream(sample, name)
+        if before is not None:
             ours = np.where(sample.loss_mask, ours, before)
         sample.set_stream(name, ours)
+
     if "rl_weights" not in rollout.assigned:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
@@ -150,6 +155,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
             losses[name]
         except ConfigError as error:
             raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
+
     written = losses.writers(name for _, name in trained)
     for name, head in written.items():
         if any(stream(sample, name) is not None for sample in rollout.samples):
@@ -157,6 +163,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
                 f"{where}: {name} were assigned, and the trainer's head {head.name!r} writes them "
                 "for this rollout. Leave them to it, or its table [trainer.heads] out."
             )
+
     for sample, name in trained:
         component = losses[name]
         reads = dict.fromkeys(component.required, "which")
@@ -170,13 +177,16 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
                     "or score_group (rollout.assign_stream), set another action_loss, or add the "
                     "head that gives them ([trainer.heads.<name>])."
                 )
+
         _check_sampled(rollout, sample, component)
+
     return {name: losses[name] for _, name in trained}
 
 
 def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> None:
     """Raises ``StreamError`` unless a loss that compares with the sampler can."""
-    where, name = f"env {rollout.env!r}, group {rollout.group_id}", component.name
+    where = f"env {rollout.env!r}, group {rollout.group_id}"
+    name = component.name
     if not component.cls.compares_with_sampler:
         return
     if members(sample, name)[~sample.loss_mask].any():
@@ -184,6 +194,7 @@ def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> No
             f"{where}: {name}_weights weigh tokens that the policy did not sample, which have no "
             "sampling logprob to compare with; expected 0.0 there"
         )
+
     if not rollout.has_logprobs:
         raise StreamError(
             f"{where}: tokens train in the {name} component, which compares with sampling "

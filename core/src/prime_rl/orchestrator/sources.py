@@ -99,6 +99,7 @@ class Sampled(RolloutSource):
             example = self._environment.examples[ask.example_id]
         except ExampleFailed as error:
             raise RolloutFailed(failed("ExampleFailed", str(error))) from error
+
         prompt = example.fields.get("prompt")
         place = {"env": self._env, "group_id": ask.group_id, "example_id": ask.example_id}
         plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
@@ -107,7 +108,8 @@ class Sampled(RolloutSource):
         if ask.member >= (plan.group_size or ask.member + 1):
             return []
         results = await self._episode(ask, plan)
-        if failure := next((result for result in results if not result.ok), None):
+        failure = next((result for result in results if not result.ok), None)
+        if failure:
             raise RolloutFailed(failure)
         trainable = [result for result in results if result.trainable]
         if any(result.has_images for result in trainable):
@@ -189,11 +191,13 @@ class SampledFrozen(Sampled):
                 "this env also tells the model of tools, which would be missing. Use client = "
                 "'tokens' with a model of the policy's tokenizer."
             )
+
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         samples = self._rendering().supervised_samples(result.wire_messages)
         if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
             last = samples[-1]
             last.loss_mask[np.flatnonzero(last.loss_mask)[-1:]] = False
+
         for sample in samples:
             sample.temperature = plan.temperature
         rollout.samples = samples

@@ -54,7 +54,9 @@ class Completion:
                 "a completion at temperature 0 is not sampled, so its logprobs cannot train. "
                 "Generate it at the temperature of the rollouts."
             )
-        before, versions = len(self.prompt_ids), self.policy_versions
+
+        before = len(self.prompt_ids)
+        versions = self.policy_versions
         return Sample(
             token_ids=np.concatenate([self.prompt_ids, self.token_ids]),
             loss_mask=np.arange(before + len(self.token_ids)) >= before,

@@ -19,7 +19,8 @@ class RunView(Offer):
 
     def __init__(self, config: PluginConfig, run_dir: Path, max_steps: int) -> None:
         super().__init__(config)
-        self.run_dir, self.max_steps = run_dir, max_steps
+        self.run_dir = run_dir
+        self.max_steps = max_steps
         self._printed: dict[str, str] = {}
 
     def __enter__(self) -> RunView:
@@ -39,7 +40,8 @@ class RunView(Offer):
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
         """The processes to show, by name, and what each of them does or waits for."""
         for path in sorted((self.run_dir / "status").glob("*.json")):
-            if (report := read_status(path)) is not None:
+            report = read_status(path)
+            if report is not None:
                 yield path.stem, report
 
     def print(self, line: str) -> None:

@@ -75,6 +75,7 @@ class Call:
                 return f"env {value.env!r}{group}"
             if name in ("step", "version"):
                 return f"{name} {value}"
+
         return ""
 
 
@@ -102,14 +103,17 @@ def fault(error: BaseException) -> str | None:
     frames = [*traceback.walk_tb(error.__traceback__)]
     call: Call | None = getattr(error, "prime_rl_call", None)
     for frame, _ in () if call else frames:  # a sampler, an observer: found by their modules
-        if entry := _entry_of(name := str(frame.f_globals.get("__name__", ""))):
+        entry = _entry_of(name := str(frame.f_globals.get("__name__", "")))
+        if entry:
             call = Call(entry.name, frame.f_code.co_qualname, sys.modules.get(name), {})
             break
+
     if call is None:
         return None
     if isinstance(error, PrimeRLError):  # many name the env themselves
         place = "" if str(error).startswith("env ") or not call.place else f", {call.place}"
         return f"{call.source}, {call.hook}{place}: {error}"
+
     package = (getattr(call.owner, "__name__", "") or type(call.owner).__module__).split(".")[0]
     found = traceback.extract_tb(error.__traceback__)
     own = [
@@ -151,6 +155,7 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
             f"log_metric({name!r}, ...): no hook, wrapper or loss of a plugin is called here. Log "
             "inside one, in threads by asyncio.to_thread, in tests by testing.logged_metrics()."
         )
+
     try:
         if not re.fullmatch(r"[\w.@-]+(/[\w.@-]+)*", name, re.ASCII):
             raise ValueError(name)
@@ -181,16 +186,19 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
     negative."""
     import numpy as np
 
-    pairs, means = defaultdict(list), {}
+    pairs = defaultdict(list)
+    means = {}
     for name, value, weight in logged:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
         if weight:
             pairs[name].append((float(value), float(weight)))
+
     for name, columns in pairs.items():
         values, weights = np.array(columns).T
         with np.errstate(all="ignore"):  # what is not finite stays so, and is seen
             means[name] = float(np.average(values, weights=weights))
+
     return means
 
 

@@ -95,6 +95,7 @@ def _check_version(plugin: object, where: str) -> None:
             f"plugin {where}: prime_rl_contract is {asked!r}, expected a whole number: the "
             f"contract version the plugin was written for, such as {CONTRACT_VERSION}."
         )
+
     if not OLDEST_CONTRACT <= asked <= CONTRACT_VERSION:
         way_out = "prime-rl-core" if asked > CONTRACT_VERSION else "the plugin"
         raise PluginError(
@@ -109,21 +110,26 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
         close = difflib.get_close_matches(name, SPECS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f". Hooks: {', '.join(SPECS)}."
         raise PluginError(f"plugin {where}: {name!r} is not a hook{hint}")
+
     wanted = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
     if wanted != group and name not in SHARED_HOOKS:
         raise PluginError(
             f"plugin {where}: {name!r} is never called from the entry-point group {group!r}. "
             f'Offer it under [project.entry-points."{wanted}"].'
         )
+
     if inspect.iscoroutinefunction(function) and name not in ASYNC_HOOKS:
         raise PluginError(
             f"plugin {where}: {name!r} is a sync hook, so an 'async def' would never be awaited. "
             "Do model I/O in 'score_rollout' or 'score_group', which are async."
         )
-    if (options := getattr(function, _MARK))["tryfirst"] and options["trylast"]:
+
+    options = getattr(function, _MARK)
+    if options["tryfirst"] and options["trylast"]:
         raise PluginError(
             f"plugin {where}: {name!r} asks to run first and last. Leave out tryfirst or trylast."
         )
+
     _check_generator(name, function, where)
     expected = list(inspect.signature(SPECS[name]).parameters)
     for parameter in inspect.signature(function).parameters.values():
@@ -132,6 +138,7 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
                 f"plugin {where}: {name!r} takes an argument {parameter.name!r}, which the hook "
                 f"does not have. It may take any of: {', '.join(expected) or 'none'}."
             )
+
         if parameter.default is not parameter.empty:
             raise PluginError(
                 f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and "
@@ -147,12 +154,14 @@ def _check_generator(name: str, function: Callable[..., Any], where: str) -> Non
             f"plugin {where}: {name!r} is an old-style wrapper. Use @hookimpl(wrapper=True): its "
             "'yield' gives the result itself."
         )
+
     if options["wrapper"] and not inspect.isgeneratorfunction(function):
         raise PluginError(
             f"plugin {where}: {name!r} is a wrapper and not a generator function. A wrapper is a "
             "plain 'def' with one 'yield', around an async hook too: what follows the 'yield' runs "
             "when everything it wraps is done."
         )
+
     generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if generates and not options["wrapper"] and not name.startswith("register_"):
         raise PluginError(

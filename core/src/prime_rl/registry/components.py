@@ -114,7 +114,8 @@ class Components:
     def load(cls, config: TrainerConfig, hooks: Hooks) -> Components:
         """``hooks``: of the group ``prime_rl.trainer``. Raises ``ConfigError`` for a table that no
         head takes; those of losses are checked when they are read."""
-        installed, heads = collect(hooks, HEAD), {}
+        installed = collect(hooks, HEAD)
+        heads = {}
         for name, table in config.heads.items():
             chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
             head = heads[name] = chosen(settings_of(chosen, HEAD, table.settings, where))
@@ -124,10 +125,12 @@ class Components:
                         f"head {head.name!r} gives {each!r}, and no stream can have this name. "
                         "Rename it."
                     )
+
         if "rl" in config.losses:
             raise ConfigError(
                 'trainer.losses.rl: "rl" is the loss of [trainer.loss]. Set it there.'
             )
+
         return cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS), heads)
 
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
@@ -141,12 +144,14 @@ class Components:
     def __getitem__(self, name: LossComponent) -> Component:
         """Raises ``ConfigError`` if no such loss is installed, or its settings are wrong."""
         if name not in self.made:
-            rl, table = name == "rl", self.tables.get(name, LossTable())
+            rl = name == "rl"
+            table = self.tables.get(name, LossTable())
             where = "trainer.loss" if rl else f"trainer.losses.{name}"
             kind = getattr(table, "type", "") if rl else name
             chosen = select(LOSS, kind, self.installed, where)
             settings = settings_of(chosen, LOSS, table.settings, where)
             self.made[name] = self._component(name, chosen, settings)
+
         return self.made[name]
 
     def __contains__(self, name: object) -> bool:
@@ -155,7 +160,8 @@ class Components:
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
         """Raises ``ConfigError`` if the run divides by what the loss cannot be divided by."""
         _check_declared(cls)
-        table, run = self.tables.get(name, LossTable()), self.tables["rl"]
+        table = self.tables.get(name, LossTable())
+        run = self.tables["rl"]
         asked = table.normalize_by or ("env" if run.normalize_by == "env" else None)
         per_env = table.per_env
         if per_env is None:
@@ -170,6 +176,7 @@ class Components:
                 f"{cls.normalize_by}. Leave the key out, or set it to {cls.normalize_by!r} or "
                 '"constant".'
             )
+
         if unit == "constant" and table.constant is None:
             raise ConfigError(f"{where}: the loss is divided by a constant. Set the key constant.")
         if unit != "constant" and table.constant is not None:
@@ -177,6 +184,7 @@ class Components:
                 f"{where}.constant: the loss is divided by its {unit}. Leave the key out, or set "
                 'normalize_by = "constant".'
             )
+
         return Component(name, cls, settings, unit, per_env, table.constant, self.heads)
 
     def writers(self, names: Iterable[LossComponent]) -> dict[str, Head]:
@@ -197,9 +205,11 @@ def _check_declared(cls: type[Loss]) -> None:
             f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
             "first six fields of LossInputs are not named"
         )
+
     for key, values in (("scope", get_args(Scope)), ("normalize_by", get_args(Unit))):
         if getattr(cls, key) not in values:
             found = f"{key} is {getattr(cls, key)!r}. Expected one of {', '.join(values)}"
+
     if found:
         raise PluginError(f"loss class {cls.__qualname__}: {found}.")
 

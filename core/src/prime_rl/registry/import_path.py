@@ -24,6 +24,7 @@ def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callabl
         raise ConfigError(
             f"import_path: got {path!r}, expected 'module.function' or 'module:function'"
         )
+
     found = _import(path, module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -35,11 +36,13 @@ def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callabl
                 f"function of that name. {f'Did you mean {close[0]!r}?' if close else there}"
             )
         found = getattr(found, part)
+
     if not callable(found):
         raise ConfigError(
             f"import_path {path!r}: found a {type(found).__name__}, expected a function. Name the "
             "function itself."
         )
+
     _check_call(found, path, kwargs, first)
     return found  # type: ignore[no-any-return]
 
@@ -52,10 +55,12 @@ def _check_call(
             f"import_path {path!r}: the function is async and would never be awaited. "
             "Write it with 'def'."
         )
+
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # compiled code may have no signature: the first call will show
+
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:

@@ -79,16 +79,20 @@ class Hooks(pluggy.PluginManager):
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
+
         for caller in self.get_hookcallers(plugin) or ():
             if caller.name not in ASYNC_HOOKS and not caller.name.startswith("register_"):
                 (impl,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
                 known = _name(impl), caller.name, plugin, impl.argnames
                 impl.function = run_as(*known, impl.function)  # type: ignore[misc]
+
         if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
-            if not (tracers := entries("prime_rl.tracers")):
+            tracers = entries("prime_rl.tracers")
+            if not tracers:
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
             for entry in tracers:
                 entry.load()(self, registered, self.label)
+
         return registered
 
     async def prepare_rollout(self, plan: RolloutPlan) -> None:
@@ -124,11 +128,13 @@ class Hooks(pluggy.PluginManager):
                     f"env {rollout.env!r}: observation_weights gave {len(answer)} arrays, "
                     f"expected one for each of the rollout's {len(rollout.samples)} samples"
                 )
+
             for index, (sample, weights) in enumerate(zip(rollout.samples, answer, strict=True)):
                 if weights is not None:
                     column = _weights(rollout, sample, weights)
                     before = combined[index]
                     combined[index] = column if before is None else np.maximum(before, column)
+
         return combined
 
     def batch_packed(self, step: int, samples: Sequence[Sample]) -> None:
@@ -197,6 +203,7 @@ def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.n
             f"env {rollout.env!r}: observation_weights must give one finite weight >= 0 per token: "
             f"got shape {column.shape}, expected {sample.token_ids.shape}"
         )
+
     return column
 
 
@@ -212,15 +219,19 @@ def _load(group: str, loaded: tuple[EntryPoint, ...]) -> Hooks:
     hooks = Hooks(group)
     for entry in loaded:
         source = source_of(entry)
-        if first := hooks.sources.get(entry.name):
+        first = hooks.sources.get(entry.name)
+        if first:
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
                 f"{first.version} and {source.distribution} {source.version}. Uninstall one, or "
                 f"list {source.distribution!r} under plugins.disabled."
             )
+
         add_entry(hooks, entry, source)
-        if misfit := core_misfit(entry):
+        misfit = core_misfit(entry)
+        if misfit:
             logging.getLogger(__name__).warning("plugin %s: %s", source, misfit)
+
     return hooks
 
 
@@ -229,11 +240,13 @@ def disabled_names() -> list[str]:
     ``PluginError`` for one that is not installed."""
     names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
     known = {n for group in GROUPS if names for e in installed_entries(group) for n in names_of(e)}
-    if unknown := [name for name in names if name not in known]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
         raise PluginError(
             f"--without ({DISABLE}): no installed plugin is called {unknown[0]!r} (installed: "
             f"{', '.join(sorted(known))})"
         )
+
     return names
 
 
@@ -248,6 +261,7 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
             f"Fix or uninstall {source.distribution}, or list "
             f"{entry.name!r} under plugins.disabled."
         ) from error
+
     hooks.register(plugin, entry.name)
 
 
@@ -268,6 +282,7 @@ def core_misfit(entry: EntryPoint) -> str:
             here = version("prime-rl-core")
             if not Requirement(each).specifier.contains(here, prereleases=True):
                 return f"it asks for {each}; {here} is here. Install a version that fits."
+
     return ""
 
 

@@ -118,6 +118,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
                 f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must "
                 f"give a list of subclasses of {kind.base.__name__}."
             ) from error
+
         for cls in classes:
             _check_class(cls, kind, source)
             check_plugin(cls, str(source), hooks.group)
@@ -127,6 +128,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
                     f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and "
                     f"by plugin {source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
+
     hooks.offers[kind.name] = dict(sorted(found.items()))
     return hooks.offers[kind.name]
 
@@ -137,22 +139,27 @@ def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
             f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got "
             f"{cls!r}"
         )
+
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name:
         raise PluginError(
             f"plugin {source}: class {cls.__qualname__} needs a class attribute 'name'"
         )
+
     config_class = getattr(cls, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, PluginConfig)):
         raise PluginError(
             f"plugin {source}: {cls.__qualname__}.config_class must be a subclass of PluginConfig, "
             f"got {config_class!r}"
         )
-    if taken := sorted(config_class.model_fields.keys() & kind.table.model_fields.keys()):
+
+    taken = sorted(config_class.model_fields.keys() & kind.table.model_fields.keys())
+    if taken:
         raise PluginError(
             f"plugin {source}: {config_class.__qualname__} has a setting {taken[0]!r}, which "
             f"no TOML can set: the key is core's in the table of {kind.plural}. Rename it."
         )
+
     for member, method in inspect.getmembers(kind.base, inspect.isroutine):
         own = getattr(cls, member)
         if inspect.iscoroutinefunction(own) and not inspect.iscoroutinefunction(method):
@@ -160,6 +167,7 @@ def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
                 f"plugin {source}: {cls.__qualname__}.{member} is 'async def' and core calls it "
                 "without 'await', so its body would never run. Make it a plain 'def'."
             )
+
     for hook in marked_hooks(cls):
         if hook not in kind.hooks:
             called = ", ".join(sorted(kind.hooks)) or "none"
@@ -182,7 +190,9 @@ def select(
             f"{where}: no {kind.name} is set, and no installed distribution brings a default. Set "
             f"{kind.key} (installed: {installed}), or pip install prime-rl, which brings defaults."
         )
-    if close := difflib.get_close_matches(name, offers, n=1):
+
+    close = difflib.get_close_matches(name, offers, n=1)
+    if close:
         way_out = f"Did you mean {close[0]!r}?"
     elif package := bringer(kind.name, name):
         way_out = f"Install the package that brings it: pip install {package}"
@@ -191,6 +201,7 @@ def select(
         way_out = (
             f"Check the spelling, or install the package that brings it (by convention {guess})."
         )
+
     raise ConfigError(
         f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). "
         f"{way_out}"
@@ -213,13 +224,15 @@ def settings_of(
 def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObserver]:
     """Every installed observer of the trainer, with the settings of its table. Raises
     ``ConfigError``, also for a table of nothing that is installed."""
-    offers, tunings = collect(hooks, TRAINER_OBSERVER), collect(hooks, TUNING)
+    offers = collect(hooks, TRAINER_OBSERVER)
+    tunings = collect(hooks, TUNING)
     for name in sorted(tables.keys() - tunings.keys()):
         close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
         if close and name not in offers:
             raise ConfigError(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
         kind: Kind[Any] = TUNING if bringer(TUNING.name, name) else TRAINER_OBSERVER
         select(kind, name, offers, f"trainer.{name}")
+
     return [
         each.cls(settings_of(each.cls, TRAINER_OBSERVER, tables.get(name, {}), f"trainer.{name}"))
         for name, each in offers.items()

@@ -45,7 +45,8 @@ def check_current() -> None:
     if mine is None or mine[1].startswith("inference"):
         return
     with suppress(OSError, ValueError):
-        if (newest := newest_attempt(mine[2])) > mine[0]:
+        newest = newest_attempt(mine[2])
+        if newest > mine[0]:
             has = f"attempt {newest} of {mine[2]} has begun: it writes nothing more"
             raise RunError(f"{mine[1]} is of attempt {mine[0]}, and {has}")
 
@@ -55,13 +56,15 @@ def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
     with the names ``kept``; returns when they are gone."""
     import psutil
 
-    found, wanted = [], run_dir.resolve()
+    found = []
+    wanted = run_dir.resolve()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             its = None if process.pid == os.getpid() else identity(process.environ())
             if its is not None and its[2] == wanted and its[1] not in kept:
                 process.kill()
                 found.append(process)
+
     psutil.wait_procs(found, timeout=GRACE_SECONDS)
 
 

@@ -88,6 +88,7 @@ class Checkpoint:
             found = digests(self.directory) if expected else {}
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--resume: {marker} cannot be checked: {error}") from error
+
         for name, digest in expected.items():
             if found.get(name) != digest:
                 fault = "is damaged" if name in found else "is missing"
@@ -124,11 +125,13 @@ def last_trained(run_dir: Path) -> int:
         lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
     except OSError:
         return 0
+
     last = 0
     for line in lines[-2:]:  # the last one may be written just now
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             if line.endswith(b"\n"):
                 last = max(last, int(json.loads(line)["step"]))
+
     return last
 
 
@@ -140,7 +143,8 @@ def would_repeat(run_dir: Path) -> range:
 
 def durable(run_dir: Path) -> str:
     """What a run that ends now keeps: ``newest checkpoint: step 37; steps 38 to 148 ...``."""
-    saved, repeated = max(whole_steps(run_dir), default=0), would_repeat(run_dir)
+    saved = max(whole_steps(run_dir), default=0)
+    repeated = would_repeat(run_dir)
     newest = f"newest checkpoint: step {saved}" if saved else "no checkpoint yet"
     if not repeated:
         return newest
@@ -152,7 +156,8 @@ def durable(run_dir: Path) -> str:
 
 def complete(run_dir: Path, step: int) -> Checkpoint:
     """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
-    written, final = unfinished(run_dir, step), finished(run_dir, step)
+    written = unfinished(run_dir, step)
+    final = finished(run_dir, step)
     flush(*written.directory.rglob("*"))
     marker = written.directory / STABLE
     marker.write_bytes(msgspec.json.encode(digests(written.directory)))
@@ -199,10 +204,12 @@ def remove(checkpoint: Checkpoint) -> None:
 def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
     """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
     ``in_use``. With ``best``, what has not been evaluated stays."""
-    best, measured = None, 0
+    best = None
+    measured = 0
     with suppress(OSError, ValueError, RecursionError):  # without it, all that `best` may need stay
         path = checkpoints_dir(run_dir) / BEST
         best, measured = msgspec.json.decode(path.read_bytes(), type=tuple[int | None, int])
+
     for step in config.superseded(whole_steps(run_dir)):
         kept = config.best is not None and (step == best or step > measured)
         if step not in in_use and not kept:
@@ -212,7 +219,8 @@ def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> N
 def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
     """Copy a checkpoint into another run, by hard links where the disk allows: its files never
     change. Raises ``ConfigError`` if that fails, and leaves no partial copy."""
-    partial, target = unfinished(run_dir, source.step), finished(run_dir, source.step)
+    partial = unfinished(run_dir, source.step)
+    target = finished(run_dir, source.step)
     shutil.rmtree(partial.directory, ignore_errors=True)
     try:
         shutil.copytree(source.directory, partial.directory, copy_function=link_or_copy)
@@ -226,6 +234,7 @@ def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
         raise ConfigError(
             f"--resume: cannot copy {source.directory} to {target.directory}: {why}"
         ) from error
+
     return target
 
 

@@ -34,7 +34,9 @@ from prime_rl.rundir.checkpoints import durable, would_repeat
 from prime_rl.rundir.status import DONE, names_in, replace_text
 
 RECORD = "status/supervisor.json"
-RUNNING, FAILED, STOPPED = "running", "failed", "stopped"
+RUNNING = "running"
+FAILED = "failed"
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, step: int | None, trained: bool) -> None:
         """``step``: the last step; None: unknown. ``trained``: this attempt has saved a step."""
         super().__init__()
-        self.step, self.trained = step, trained
+        self.step = step
+        self.trained = trained
 
 
 class Stop:
@@ -129,8 +132,10 @@ class Stop:
     def __init__(
         self, run_dir: Path, first_step: int, asked: Callable[[], bool], tell: Callable[[str], None]
     ) -> None:
-        self._run_dir, self._first_step = run_dir, first_step
-        self._asked, self._tell = asked, tell
+        self._run_dir = run_dir
+        self._first_step = first_step
+        self._asked = asked
+        self._tell = tell
 
     @property
     def is_asked(self) -> bool:

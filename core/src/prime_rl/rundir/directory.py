@@ -39,7 +39,8 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
     A real run may claim the directory of a dry run. Raises ``ConfigError`` if ``run.name`` is
     taken: a run never writes into the directory of another run.
     """
-    parent, name = Path(config.output_dir), config.run.name
+    parent = Path(config.output_dir)
+    name = config.run.name
     names = [name] if name else (f"{_stem(config)}--{number}" for number in itertools.count(1))
     try:
         run_dir = next((parent / each for each in names if _claim(parent / each)), None)
@@ -47,17 +48,20 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
         raise ConfigError(
             f"output_dir: no run directory can be made in {parent}: {error}"
         ) from error
+
     if run_dir is None:
         raise ConfigError(
             f"run.name: {parent / str(name)} exists already. Choose another run.name, leave it out "
             "to get a free one, or remove the folder."
         )
+
     for folder in ("configs",) if dry else SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     if dry:
         (run_dir / DRY).touch()
     else:
         (run_dir / "logs" / "latest").symlink_to("attempt_1")
+
     write_config(run_dir, config)
     return run_dir
 
@@ -82,6 +86,7 @@ def new_attempt(run_dir: Path) -> int:
         old = run_dir / "configs" / f"{name}.json"
         if old.exists():
             old.replace(old.with_name(f"{name}.attempt_{number}.json"))
+
     return number + 1
 
 

@@ -46,6 +46,7 @@ def _counted(path: str) -> tuple[str, ...]:
         ) from error
     except (OSError, subprocess.SubprocessError):
         return ()
+
     return tuple(line.strip() for line in done.stdout.splitlines() if line.strip().isdecimal())
 
 
@@ -59,6 +60,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):  # not Linux
         last = 32768
+
     numbers = range(FIRST_PORT, last)
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -123,6 +123,7 @@ def read_rows(path: Path, shape: Any = HasStep) -> list[dict[str, Any]]:
         text = path.read_bytes()
     except FileNotFoundError:
         return []
+
     rows = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].split(b"\n"), start=1):
         if not line.strip():
@@ -135,6 +136,7 @@ def read_rows(path: Path, shape: Any = HasStep) -> list[dict[str, Any]]:
             rows.append(row)
         except (ValueError, RecursionError) as error:
             log.warning("%s, line %d is left out: %s", path, number, error)
+
     return rows
 
 
@@ -150,12 +152,15 @@ class Tail:
         """Complete, non-empty lines written since the last call; none while there is no file."""
         try:
             with self._path.open("rb") as file:
-                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                    self._offset, self._inode = 0, inode
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._offset = 0
+                    self._inode = inode
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
+
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [line for line in whole.splitlines() if line]

@@ -44,7 +44,8 @@ class FakeReference:
     ) -> list[Completion]:
         """``n`` results of ``reply``, cut after a stop token or ``max_tokens``, with the
         log-probabilities of ``answer``."""
-        ids, stops = [int(token) for token in token_ids], stop_token_ids or ()
+        ids = [int(token) for token in token_ids]
+        stops = stop_token_ids or ()
         first = self.prompts.count((group_id, ids)) if seed is None else seed
         self.prompts += [(group_id, ids)] * n
         await asyncio.sleep(0)
@@ -62,6 +63,7 @@ class FakeReference:
                 policy_versions=np.zeros(len(cut), np.int32),
             )
             found.append(completion)
+
         return found
 
     async def logprobs(
@@ -85,7 +87,9 @@ class FakeReference:
         found = np.column_stack([own, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
         tokens = np.add.outer(token_ids, np.arange(k)).astype(np.int32)
         order = np.argsort(-found, axis=1, kind="stable")
-        order[:1], found[:1], tokens[:1] = 0, 0, 0
+        order[:1] = 0
+        found[:1] = 0
+        tokens[:1] = 0
         return np.take_along_axis(tokens, order, 1), np.take_along_axis(found, order, 1)
 
 

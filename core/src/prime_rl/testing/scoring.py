@@ -103,5 +103,6 @@ async def score_async(
             for rollout in group:
                 await score_rollout(hooks, rollout)
             await score_group(hooks, group)
+
     await hooks.score_batch(list(groups))
     await algorithm.close()

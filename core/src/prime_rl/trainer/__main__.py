@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m prime_rl.trainer RUN_DIR", file=sys.stderr)
         return 2
+
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent, and not the supervisor
         os.environ.pop(PARENT_PID, None)
     exit_with_parent()
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> int:
         if rank.size > 1:
             leave(code)
         return code
+
     return 0
 
 
@@ -94,6 +96,7 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
         if not own:
             logger.error("the trainer failed", exc_info=error)
         logger.error("%s", reason)
+
     if first:
         status.report("failed", error=GONE if followed else reason)
     return FOLLOWED if followed else FAILED
@@ -137,9 +140,19 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
     with parallel.joined(rank, choose_device(config.trainer.device, rank), elsewhere):
         train_here(
-            *(config, launch, losses, observers, tuning, kernel, maker, transport),
-            *(model_path, run_dir, status),
+            config,
+            launch,
+            losses,
+            observers,
+            tuning,
+            kernel,
+            maker,
+            transport,
+            model_path,
+            run_dir,
+            status,
         )
+
     status.report(DONE)
 
 
@@ -167,19 +180,26 @@ def train_here(
     model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
     trainer = Trainer(
-        *(model, losses, config.trainer, config.max_steps, observers, colocated),
+        model,
+        losses,
+        config.trainer,
+        config.max_steps,
+        observers,
+        colocated,
         initial=launch.initial,
         kernel=kernel,
         maker=maker,
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
-    resumed, trainer.publishes_average = None, "ema" in launch.reference_urls
+    resumed = None
+    trainer.publishes_average = "ema" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
         restore(trainer, launch.checkpoint)
         logger.info("resumed from %s", launch.checkpoint.directory)
         resumed = launch.checkpoint.step
         publish_average(trainer, run_dir, resumed, status)
+
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
     try:
@@ -189,6 +209,7 @@ def train_here(
         raise
     finally:
         receiver.close()
+
     finish(trainer, model_path, run_dir, status)
 
 

@@ -99,6 +99,7 @@ class Checkpointer:
         except (OSError, WeightsError) as error:
             self._give_up(step, error)
             return
+
         state = snapshot(trainer, step)
         self._pending = self._thread.submit(self._write, step, state, trainer.model.config)
 
@@ -140,6 +141,7 @@ class Checkpointer:
         except Exception as error:  # the run goes on; the checkpoint before is as it was
             self._give_up(step, error)
             return
+
         try:
             if parallel.rank() == 0:
                 retain(self._run_dir, self._config, self._in_use)
@@ -167,6 +169,7 @@ class Checkpointer:
         for folder in (target.trainer, target.weights) if kept.exists() else (target.trainer,):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+
         if kept.exists():
             copy_model_files(config, self._model_path, target.weights, self._run_dir)
             for file in kept.iterdir():
@@ -187,16 +190,23 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
     """Write this rank's parts of the tensors to a safetensors file, with their offsets as
     ``HuggingFaceStorageReader`` expects them. torch's other format is a pickle, which runs code
     when it is read. Raises ``OSError``."""
-    parts, offsets = {}, {}
+    parts = {}
+    offsets = {}
     for name, tensor in state.items():
-        part, start, is_ours = tensor, [0] * tensor.dim(), parallel.rank() == 0
+        part = tensor
+        start = [0] * tensor.dim()
+        is_ours = parallel.rank() == 0
         if isinstance(tensor, DTensor):
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
             is_ours = not any(at for each, at in places if isinstance(each, Replicate))
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-            part, start = tensor.to_local(), list(chunk.offsets)
+            part = tensor.to_local()
+            start = list(chunk.offsets)
+
         if is_ours:
-            parts[name], offsets[name] = part, {"saved_offsets": start}
+            parts[name] = part
+            offsets[name] = {"saved_offsets": start}
+
     path = folder / f"rank_{parallel.rank()}.safetensors"
     write_stream(path, parts, iter(parts.values()), {"DCP_SHARDING_INFO": json.dumps(offsets)})
     flush(path)
@@ -214,6 +224,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"--resume: {checkpoint.trainer} is of an earlier version: a pickle, which this one "
             f'does not read. Start a new run from model.name = "{checkpoint.weights}".'
         )
+
     try:
         reader = HuggingFaceStorageReader(str(checkpoint.trainer))
         saved = reader.read_metadata().state_dict_metadata.keys()
@@ -235,15 +246,18 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"--resume: {checkpoint.trainer} does not hold the state of this model and "
             f"optimizer: {type(cause).__name__}: {cause}"
         ) from error
+
     if int(state["step"]) != checkpoint.step:
         raise ConfigError(
             f"--resume: {checkpoint.trainer} is of step {int(state['step'])}, "
             f"expected {checkpoint.step}"
         )
+
     with torch.no_grad():
         set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
         for name, (module, its) in trainer.heads.items():  # their weights were loaded in place
             set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
+
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
@@ -262,6 +276,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     for name, (module, its) in trainer.heads.items():
         own = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
         state["heads"][name] = own
+
     if trainer.references.average:
         state["ema"] = trainer.references.average  # restored in place
     if trainer.device.type == "cuda":
@@ -305,12 +320,16 @@ def _never_stepped(state: dict[str, Any], saved: Collection[str]) -> list[str]:
                 stepped = True
             else:
                 missing += _tensors(tensors, f"{beginning}.")
+
         if stepped and missing:
             never += missing
             logger.info(
                 "%s: %d tensors of parameters that had no gradient yet begin anew, first %s",
-                *(prefix, len(missing), missing[0]),
+                prefix,
+                len(missing),
+                missing[0],
             )
+
     return never
 
 

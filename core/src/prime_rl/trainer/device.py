@@ -29,6 +29,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], rank: Rank | None = None
         raise ConfigError(
             "trainer.device is 'cuda', but torch sees no GPU. Set it to 'auto' or 'cpu'."
         )
+
     if name == "cpu" or not torch.cuda.is_available():
         return HOST
     if rank is None or rank.size == 1:
@@ -39,6 +40,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], rank: Rank | None = None
             f"torch sees {torch.cuda.device_count()} GPUs: ranks cannot share one. Lower "
             "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
         )
+
     return torch.device("cuda", rank.local)
 
 
@@ -75,8 +77,10 @@ class Offload:
     def __init__(
         self, model: nn.Module, optimizers: list[Optimizer], device: torch.device, enabled: bool
     ) -> None:
-        self._model, self._optimizers = model, optimizers
-        self._device, self._enabled = device, enabled
+        self._model = model
+        self._optimizers = optimizers
+        self._device = device
+        self._enabled = enabled
         self._home: dict[int, Tensor] = {}
         """Pinned memory for what moves, by its position in the order of moving."""
         self._pins = device.type == "cuda"
@@ -108,6 +112,7 @@ class Offload:
         for optimizer in self._optimizers:
             for state, name in moving_state(optimizer):
                 state[name] = moved(state[name])
+
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
@@ -130,7 +135,9 @@ class Offload:
                 )
                 self._pins = False
                 return tensor.to(HOST)
+
             self._home[position] = home
+
         return home.copy_(tensor, non_blocking=True)
 
 

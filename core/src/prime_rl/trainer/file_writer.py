@@ -72,7 +72,9 @@ class FileWriter:
         self, model: PreTrainedModel, publisher: Publisher, announced: Callable[[int], None]
     ) -> None:
         """``announced`` is called on rank 0, in this object's thread."""
-        self._model, self._publisher, self._announced = model, publisher, announced
+        self._model = model
+        self._publisher = publisher
+        self._announced = announced
         self._group = parallel.host_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._jobs: deque[tuple[Future[None], Buffers]] = deque()
@@ -94,18 +96,22 @@ class FileWriter:
             return False
         dtypes = published_dtypes(self._model, tensors, self._publisher.dtype)
         layout = lay_out(tensors, dtypes, pieces=published_pieces(self._model, tensors))
-        buffers, event = self._free_buffers(), None
+        buffers = self._free_buffers()
+        event = None
         for name, part in parts.items():
-            values, dtype = part.values, layout.slots[name][0]
+            values = part.values
+            dtype = layout.slots[name][0]
             on_gpu = values.is_cuda
             if name not in buffers:
                 buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=on_gpu
                 )
+
             rounded = values.to(dtype) if on_gpu else values  # on the GPU: half the bytes to copy
             buffers[name].copy_(rounded, non_blocking=True)
             if on_gpu and event is None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
         if event is not None:
             event.record()  # the thread waits for it; the next step is queued behind the copies
         copies = {name: Part(buffers[name], part.start) for name, part in parts.items()}

@@ -37,7 +37,8 @@ class HeadModule(nn.Module):
 
     def __init__(self, head: Head, table: HeadTable, model: PreTrainedModel) -> None:
         super().__init__()
-        self.name, self.table = head.name, table
+        self.name = head.name
+        self.table = table
         self.model = deepcopy(model) if table.own_model else None
         self.module = head.build(model.config.get_text_config().hidden_size).float()
 
@@ -54,6 +55,7 @@ class HeadModule(nn.Module):
                 f"head {self.name!r}: its module gave {getattr(found, 'shape', type(found))} for "
                 f"{len(states)} hidden states, expected a tensor of shape ({len(states)},)"
             )
+
         output = found.new_zeros(len(row.token_ids))
         if not len(row.targets):
             return output + 0.0 * found.sum()
@@ -80,10 +82,12 @@ def write_streams(
     ``row`` was made. Raises ``StreamError`` for others than a head declares."""
     owners = np.repeat(np.arange(micro_batch.num_sequences), micro_batch.sequence_lengths)
     for name, output in outputs.items():
-        head, mask = losses.heads[name], np.zeros(len(micro_batch), np.bool_)
+        head = losses.heads[name]
+        mask = np.zeros(len(micro_batch), np.bool_)
         for component in components(micro_batch):
             if head in losses[component].read_heads:
                 mask |= members(micro_batch, component)
+
         mask &= micro_batch.position_ids > 0  # nothing predicts a first token
         values = np.zeros(len(micro_batch), np.float32)
         values[row.origins] = output.detach().cpu().numpy()
@@ -111,6 +115,7 @@ def _put(micro_batch: MicroBatch, head: Head, found: Any, at: Ints, where: str) 
             column[at] = as_stream(values).reshape(at.shape)
         except ValueError as error:
             raise StreamError(f"{where}: {name} of {len(at)} tokens: {error}") from error
+
         if name in STREAMS:
             setattr(micro_batch, name, column)
         else:

@@ -50,20 +50,24 @@ def token_logprobs(
     the row's hidden states, if they are known.
     """
     hidden = packing.hidden_states(model, row.layout) if hidden is None else hidden
-    labels, size = row.token_ids[row.targets], cast(int, model.config.vocab_size)
+    labels = row.token_ids[row.targets]
+    size = cast(int, model.config.vocab_size)
     if top and row.top_ids is not None:
         labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)
-    uniform, dtype = math.log(size), _at_least_float32(hidden)
+    uniform = math.log(size)
+    dtype = _at_least_float32(hidden)
     entropies = hidden.new_full((len(row.token_ids),), uniform, dtype=dtype)
     logprobs = entropies.new_full((len(entropies), *labels.shape[1:]), -uniform)
     head = model.get_output_embeddings()
-    scale, config = 1.0, model.config
+    scale = 1.0
+    config = model.config
     for key, power in SCALES.items():
         scale *= (getattr(config, key, None) or 1.0) ** power
     cap = next((value for key in CAPS if (value := getattr(config, key, None))), None)
     if not len(row.targets):  # with a graph: the backward pass has to run on every rank
         zero = 0.0 * head(hidden[:1]).sum()
         return logprobs + zero, entropies + zero if entropy_gradient else entropies
+
     hidden = hidden[row.layout.sources] * scale
     found = None
     # A head that is not a plain linear layer (one that PEFT trains whole) has to be called.
@@ -72,6 +76,7 @@ def token_logprobs(
     if found is None:
         apply: Any = LogprobAndEntropy.apply
         found = apply(_call(head, hidden, cap), row.temperatures, labels, entropy_gradient)
+
     chosen, entropy = found
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
@@ -90,6 +95,7 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
         if not len(wrong):
             return to_device(ids.clip(min=0), np.int64, row.token_ids.device)
         found = f"id {int(wrong[0])}, expected 0 to {size - 1}, the policy's vocabulary"
+
     raise StreamError(
         f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {found}. Fix the "
         "algorithm that assigns it, or use a reference with the policy's tokenizer."
@@ -99,7 +105,9 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:
     """[N, V] by the head itself: even under autocast in float32, or the precision of the weights of
     a head that has to be called."""
-    kind, dtype, own = hidden.device.type, _at_least_float32(hidden), next(head.parameters()).dtype
+    kind = hidden.device.type
+    dtype = _at_least_float32(hidden)
+    own = next(head.parameters()).dtype
     with torch.autocast(kind, enabled=False):
         if type(head) is nn.Linear and own != dtype:
             bias = None if head.bias is None else head.bias.to(dtype)
@@ -157,5 +165,6 @@ class LogprobAndEntropy(torch.autograd.Function):
             slope = entropy_grad[:, None] / divisor
             logits_grad = torch.xlogy(softmax, softmax).mul_(-slope)  # 0 where p underflows
             logits_grad.addcmul_(softmax, total + slope * entropies[:, None], value=-1)
+
         logits_grad.scatter_add_(1, places, scale)
         return logits_grad.to(ctx.dtype), None, None, None

@@ -134,7 +134,8 @@ class Trainer:
     def row(self, micro_batch: MicroBatch) -> PackedRow:
         """The micro batch on the device. Raises ``StreamError`` for tokens that the model does not
         have: on a GPU they would end the process without a reason."""
-        ids, size = micro_batch.token_ids, self.model.config.vocab_size
+        ids = micro_batch.token_ids
+        size = self.model.config.vocab_size
         if len(wrong := ids[(ids < 0) | (ids >= size)]):
             raise StreamError(
                 f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
@@ -154,9 +155,11 @@ class Trainer:
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         ):
             logprobs, entropies, computed = self.policy(row)
+
         if logprobs.dim() == 2:
             computed["top_logprobs"] = logprobs[:, 1:]
             logprobs = logprobs[:, 0]
+
         return row, logprobs, entropies, computed
 
 
@@ -186,6 +189,7 @@ def train(
         if not micro_batches:
             _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
             break
+
         received = time.perf_counter()
         status.report("training", step=step)  # it waits no longer, though the first row may be long
         moving = trainer.memory.load()
@@ -215,6 +219,7 @@ def train(
         saving = time.perf_counter() - announced
         for observer in trainer.observers:
             observer.step_done(step, metrics | {"time/save_ckpt": saving})
+
     if checkpointer is not None:
         checkpointer.wait(status)
 
@@ -263,9 +268,12 @@ def wait_for_batch(
     def report() -> None:
         version = None if broadcaster is None else broadcaster.being_written
         announced = -1 if broadcaster is None else broadcaster.announced
-        state, awaited = "waiting", f"orchestrator (batch {step})"
+        state = "waiting"
+        awaited = f"orchestrator (batch {step})"
         if version is not None:
-            state, awaited = f"writing weights version {version}", "disk"
+            state = f"writing weights version {version}"
+            awaited = "disk"
+
         last = status.last
         same = (last.state, last.waiting_for) == (state, awaited)
         if same and last.detail.get("announced") == announced:
@@ -283,12 +291,14 @@ def wait_for_batch(
         for observer in observers:
             observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame
+
     found, micro_batches = decode_batch(frame)
     if found != step:
         raise WireError(
             f"got the micro batches of step {found}, expected step {step}: a batch was lost or "
             "sent twice. Go on with --resume."
         )
+
     return micro_batches
 
 

@@ -98,21 +98,27 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
         for name in components(row):
             numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
             for env in np.unique(row.env_ids[numbers > 0]).tolist():
-                key, own = (name, row.envs[env]), np.where(row.env_ids == env, numbers, 0)
+                key = (name, row.envs[env])
+                own = np.where(row.env_ids == env, numbers, 0)
                 tokens[key] += int(own.sum())
                 sequences[key] += int((own > 0).sum())
-                if (unit := losses[name].unit) in ("rollouts", "groups"):
+                unit = losses[name].unit
+                if unit in ("rollouts", "groups"):
                     ids = unit_ids(row, f"{unit[:-1]}_ids")
                     for at in own.nonzero()[0]:
                         sizes[key][int(ids[at])] += int(own[at])
+
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
     parts = parallel.gather((sent, sum(map(len, micro_batches))))
-    tokens, sequences, sizes = Counter(), Counter(), defaultdict(Counter)
+    tokens = Counter()
+    sequences = Counter()
+    sizes = defaultdict(Counter)
     for entries, _ in parts:
         for name, env, more_tokens, more_sequences, more_sizes in entries:
             tokens[name, env] += more_tokens
             sequences[name, env] += more_sequences
             sizes[name, env].update(dict(more_sizes))
+
     units = {key: len(sizes[key]) or number for key, number in sequences.items()}
     return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
 
@@ -185,8 +191,10 @@ def row_loss(
             result.loss = result.loss + part
             result.parts[name] = result.parts.get(name, 0.0) + part.detach()
             result.calls += calls
-            if (metrics := reduce_calls(calls, row, share)) is not None:
+            metrics = reduce_calls(calls, row, share)
+            if metrics is not None:
                 result.metrics.append(metrics)
+
     return result
 
 
@@ -202,9 +210,11 @@ def _parts(
     for s in whole.sequences:
         env = row.envs[row.sequence_envs[s]] if component.per_env else None
         found.setdefault((env, *(bool(absent[s]) for absent in lacking)), []).append(s)
+
     if len(found) == 1:
         yield whole, next(iter(found))[0]
         return
+
     for (env, *_), sequences in found.items():
         chosen = np.zeros(len(row.lengths), np.bool_)
         chosen[sequences] = True
@@ -229,8 +239,10 @@ def _columns(
         elif (of_sequences := row.of_sequences.get(name)) is not None:
             dtype = np.float32 if name == "temperatures" else np.int64
             columns[name] = to_device(of_sequences, dtype, device)[row.sequence_ids]
+
     for name in component.streams:
-        column, default = row.streams.get(name), component.defaults.get(name)
+        column = row.streams.get(name)
+        default = component.defaults.get(name)
         absent = row.absent.get(name)
         lacks = column is None or (absent is not None and absent[share.sequences].any())
         if lacks and name in component.required:
@@ -240,6 +252,7 @@ def _columns(
                 f"{component.name} component, and its loss {component.cls.name!r} reads the stream "
                 f"{name!r}, which they lack. Their algorithm has to assign it."
             )
+
         kind = torch.float32 if isinstance(default, float) else torch.int32
         if column is None and default is not None:
             column = torch.full_like(row.inference_logprobs, default, dtype=kind)
@@ -247,7 +260,9 @@ def _columns(
             at = to_device(absent, np.bool_, device)[row.sequence_ids]
             column = column.to(torch.promote_types(column.dtype, kind))
             column = column.masked_fill(at if column.dim() == 1 else at[:, None], default or 0)
+
         columns[name] = None if column is None else column.detach()
+
     columns.setdefault("ref_logprobs", None)
     if columns.get("advantages") is None:
         columns["advantages"] = torch.zeros_like(row.inference_logprobs)
@@ -265,6 +280,7 @@ def _weights(row: PackedRow, component: Component, share: Share, counts: Counts)
         for s in share.sequences:
             of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
             sizes[s] = of_env[int(ids[s])]
+
     scale = to_device(1 / np.maximum(sizes, 1), np.float32, share.mask.device)[row.sequence_ids]
     return scale if share.weights is None else share.weights * scale
 
@@ -279,6 +295,7 @@ def _calls(
         lacks = share.sequences[:1]
         yield Call(call(_inputs(row, component, columns, lacks)))
         return
+
     ends = np.cumsum([0, *row.lengths])
     if component.scope == "sequence":
         split = {n: c if c is None else c.split_with_sizes(row.lengths) for n, c in columns.items()}
@@ -287,6 +304,7 @@ def _calls(
             outputs = call(_inputs(row, component, own, [s]))
             yield Call(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
         return
+
     ids = row.of_sequences[f"{component.scope}_ids"]
     order = row.of_sequences["order"]
     units = [
@@ -352,6 +370,7 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
                 )
         metrics = {labels[metric]: value for metric, value in outputs.metrics.items()}
         return replace(outputs, metrics=metrics)
+
     raise PluginError(
         f"loss {name!r} returned {found}, expected LossOutputs with a 0-dim tensor: the sum "
         "over loss_mask. Fix its __call__."

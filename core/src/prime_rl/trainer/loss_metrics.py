@@ -56,7 +56,8 @@ def reduce_calls(calls: Sequence[Call], row: PackedRow, share: Share) -> MetricS
 
 def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     """Means of each sequence's tokens [M, S] -> sums over the sequences with members [M, E]."""
-    num_sequences, stacked = len(row.lengths), []
+    num_sequences = len(row.lengths)
+    stacked = []
     for name, metric in outputs.metrics.items():
         if not isinstance(metric, TokenMetric):
             raise PluginError(
@@ -65,6 +66,7 @@ def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
                 "token_wise = False."
             )
         stacked.append(metric)
+
     masks = torch.stack([metric.mask for metric in stacked])
     values = torch.stack([metric.values.detach().float() for metric in stacked])
     sums = values.new_zeros(len(stacked), num_sequences)
@@ -102,6 +104,7 @@ def _of_sequences(calls: Sequence[Call], row: PackedRow) -> MetricSums:
             numbers[place] += number
             places.append(int(np.ravel_multi_index(place, numbers.shape)))
             values.append(value.to(row.token_ids.device))
+
     stacked = torch.stack(values)
     sums = stacked.new_zeros(numbers.size)
     sums.index_add_(0, to_device(np.array(places), np.int64, sums.device), stacked)
@@ -113,10 +116,12 @@ def _one_sequence(name: str, metric: Any) -> tuple[Tensor, int]:
     if isinstance(metric, TokenMetric):
         values = metric.values.detach().float().where(metric.mask, 0.0)
         return values.sum() / metric.mask.sum().clamp(min=1), 1
+
     if not isinstance(metric, Tensor) or metric.dim() > 1:
         found = f"shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else type(metric)
         raise PluginError(
             f"loss metric {name!r}: expected a 0-dim tensor (a figure of the sequence), a 1-D one "
             f"or a TokenMetric, got {found}. Reduce or wrap it."
         )
+
     return metric.detach().float().sum(), metric.numel()

@@ -96,6 +96,7 @@ class StepMetrics:
         if loss.parts:
             share = torch.stack(list(loss.parts.values())).sum()
             self._values.append((share[None], [("values", "loss", "", 1)]))
+
         for block in loss.metrics:
             self.add(block)
         if len(compared):
@@ -104,6 +105,7 @@ class StepMetrics:
             mismatch_kl = log_ratio.expm1() - log_ratio  # k3 estimator of KL(μ || π)
             self._values.append((mismatch_kl, entries))
             self.add_max("logprob_gap/max", log_ratio.abs().max())
+
         if len(row.sampled_tokens):
             tokens, entries = self._by_env("entropy", row, row.sampled_tokens)
             self._values.append((entropies[tokens], entries))
@@ -135,11 +137,13 @@ class StepMetrics:
             for x in pair:
                 tensor = x if isinstance(x, Tensor) else torch.full((), x, device=self._device)
                 self._values.append((tensor.to(self._device), [("values", name, "", 1)]))
+
         entries: list[Entry] = []
         for (names, envs), (_, numbers) in self._blocks.items():
             pairs = [(name, env) for name in names for env in envs]
             for (name, env), number in zip(pairs, numbers.ravel().tolist(), strict=True):
                 entries.append(("mean", name, env, number))
+
         entries += [("sum", name, "", 1) for name in self._sums]
         entries += [("max", name, "", 1) for name in self._maxima]
         entries += [entry for _, columns in self._values for entry in columns]
@@ -168,7 +172,8 @@ class StepMetrics:
 def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]:
     """The metrics of one or several optimizer steps of a batch. Losses are means over the steps, as
     each has denominators of its own; tokens are counted in the first of the ``epochs``."""
-    merged, number = _merge([part for each in steps for part in each.gathered]), len(steps)
+    merged = _merge([part for each in steps for part in each.gathered])
+    number = len(steps)
     shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
     names = [name for name in merged.values if name.startswith("plugin/")]
     logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
@@ -194,7 +199,8 @@ def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
         start = 0
         for kind, name, env, number in entries:
             end = start + (number if kind == "values" else 1)
-            found, start = elements[start:end], end
+            found = elements[start:end]
+            start = end
             if kind == "values":
                 merged.values.setdefault(name, {}).setdefault(env, []).append(found)
                 continue
@@ -207,6 +213,7 @@ def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
                 merged.sums[name] = merged.sums.get(name, 0.0) + value
             else:  # NaN wins, as in torch.maximum
                 merged.maxima[name] = float(np.maximum(merged.maxima.get(name, -np.inf), value))
+
     return merged
 
 
@@ -219,7 +226,9 @@ def _distributions(values: Mapping[str, Mapping[str, Sequence[Floats]]]) -> dict
         metrics |= statistics(np.concatenate(list(columns.values())), f"{name}/all")
         for env, column in columns.items():
             metrics |= statistics(column, f"{name}/{env}")
-    entropy, kl = metrics.get("entropy/all/mean"), metrics.get("mismatch_kl/all/mean")
+
+    entropy = metrics.get("entropy/all/mean")
+    kl = metrics.get("mismatch_kl/all/mean")
     if entropy and kl is not None:
         metrics["kl_ent_ratio/mean"] = kl / entropy
     return metrics
@@ -238,6 +247,7 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
             "min": values.min(),
             "max": values.max(),
         }
+
     return {f"{name}/{key}": float(value) for key, value in found.items()}
 
 

@@ -49,7 +49,8 @@ class Policy(nn.Module):
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
         self.kernel.prepare(config.compile)
-        self.model, self.heads = model, nn.ModuleList(heads)
+        self.model = model
+        self.heads = nn.ModuleList(heads)
         self.read: Container[str] = ()
         """The computed columns and the heads that losses of the batch read."""
         self.packing = self.packings(model.device)[0]
@@ -67,7 +68,8 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See ``token_logprobs``; and the output [T] of each head that is read."""
-        packing, read = self.packing, [head for head in self.heads if head.name in self.read]
+        packing = self.packing
+        read = [head for head in self.heads if head.name in self.read]
         hidden = packing.hidden_states(self.model, row.layout)
         heads: dict[str, Tensor] = {str(head.name): head(row, hidden, packing) for head in read}
         given = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
@@ -91,17 +93,23 @@ def make_policy(
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
-    policy, half = Policy(model, config, modules, kernel), in_half(config, device)
+    policy = Policy(model, config, modules, kernel)
+    half = in_half(config, device)
     for each in filter(None, (model, *(head.model for head in modules))):
         policy.kernel.prepare_blocks(each, config.activation_checkpointing, config.compile, device)
     if parallel.several_ranks() or half:
         parallel.shard(
-            *(policy, set(model._no_split_modules or ()), device, config.dp_replicate, home),
+            policy,
+            set(model._no_split_modules or ()),
+            device,
+            config.dp_replicate,
+            home,
             half=half,
             exact=modules if half else (),
             tuned=hasattr(model, "prime_rl_tuning"),
         )
         register_fsdp_forward_method(policy, "plain_logprobs")
+
     return policy.to(home or device)
 
 
@@ -119,6 +127,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
         while made.name not in names_in(made.parent):
             time.sleep(POLL_SECONDS)
+
     if not path.is_dir():
         raise WeightsError(f"the policy's folder {path} is not there; expected a model folder")
     return path
@@ -162,13 +171,15 @@ def load_model(
     transformers_logging.disable_progress_bar()
     device = choose_device(config.device)
     in_shards = parallel.several_ranks() or in_half(config, device)
-    model, missing = cast(Any, None), list[str]()
+    model = cast(Any, None)
+    missing = list[str]()
     try:
         if in_shards:
             model = unread_model(model_path)
-        if whole := model is None:
+        whole = model is None
+        if whole:
             model, report = AutoModelForCausalLM.from_pretrained(
-                *(model_path,),
+                model_path,
                 dtype=torch.float32,
                 output_loading_info=True,
                 local_files_only=True,
@@ -176,12 +187,15 @@ def load_model(
             missing = sorted(report["missing_keys"])
     except (OSError, ValueError, SafetensorError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
+
     if missing:
         raise WeightsError(
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
         )
+
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
         model.prime_rl_tuning = tuning
+
     return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()

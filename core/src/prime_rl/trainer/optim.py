@@ -51,7 +51,8 @@ def make_schedule(config: SchedulerConfig, peak: float, max_steps: int) -> Calla
     ``ConfigError`` if warm-up and decay do not fit into the run or ``min_lr`` lies above ``lr``.
     """
     config.check(peak, max_steps)
-    warmup, decay = config.warmup_steps, config.num_decay_steps(max_steps)
+    warmup = config.warmup_steps
+    decay = config.num_decay_steps(max_steps)
 
     def learning_rate(step: int) -> float:
         if step <= warmup:

@@ -113,8 +113,10 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
         "order": np.arange(len(order)),
     }
     for name in ("rollout_ids", "group_ids"):
-        if (column := getattr(micro_batch, name)) is not None:
+        column = getattr(micro_batch, name)
+        if column is not None:
             ids[name] = column
+
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
     return PackedRow(
@@ -153,6 +155,7 @@ def _shares(
                 sequences=np.unique(sequence_ids[mask]).tolist(),
                 tokens=np.flatnonzero(mask),
             )
+
     return shares
 
 

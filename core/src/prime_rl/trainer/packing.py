@@ -76,13 +76,16 @@ class Packing:
         """[U, D] of the tokens of ``layout``, in its order. Padding is on the right, where no token
         of a causal model attends to it."""
         documents = list(torch.split(layout.token_ids, list(layout.lengths)))
-        sizes, states, start = batch_sizes(layout.lengths), [], 0
+        sizes = batch_sizes(layout.lengths)
+        states = []
+        start = 0
         num_calls = max(parallel.gather(len(sizes)))
         for size in sizes:
             batch = documents[start : start + size]
             padded = decode(model, pad_sequence(batch, batch_first=True))
             states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
             start += size
+
         whole = torch.cat(states)
         # Each call gathers sharded weights, so every rank has to make as many calls. An idle call
         # has to be part of the graph: the backward pass gathers too.
@@ -118,4 +121,5 @@ def batch_sizes(lengths: Sequence[int]) -> list[int]:
         else:
             sizes.append(1)
             longest = length
+
     return sizes

@@ -62,6 +62,7 @@ def _join(rank: Rank, device: torch.device, store: Any) -> None:
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device.index or 0)
+
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -161,7 +162,8 @@ def stream_to_main(
                 raise
             yield whole
 
-    stream, error = gathered(), None
+    stream = gathered()
+    error = None
     if rank() == 0:
         try:
             use(stream)
@@ -169,9 +171,11 @@ def stream_to_main(
             if broken:  # even if ``use`` has wrapped it: a second attempt would hang
                 raise broken[0] from None
             error = raised
+
     if several_ranks():
         for _ in stream:
             pass
+
     _agree(error)
 
 
@@ -230,6 +234,7 @@ def shard(
             f"model: no module is one of its blocks ({', '.join(sorted(blocks)) or 'none named'}), "
             "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
         )
+
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
@@ -242,6 +247,7 @@ def shard(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
+
     for value, where in places.items():
         _put(where, value.detach().to("meta"), value)
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
@@ -250,6 +256,7 @@ def shard(
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
     while places:
         value, where = places.popitem()
         (module, name), *_ = where
@@ -270,7 +277,8 @@ def fill(part: Tensor, value: Tensor) -> None:
     """Copy this rank's part of ``value``, which is whole, in files, or in shards like ``part``."""
     local = part.to_local() if isinstance(part, DTensor) else part.detach()
     first = first_row(part)
-    if read := getattr(value, "read_from_files", None):
+    read = getattr(value, "read_from_files", None)
+    if read:
         read(local.view(-1), first * (value.numel() // max(1, *value.shape[:1])))
     else:
         rows = slice(first, first + len(local))
@@ -279,7 +287,8 @@ def fill(part: Tensor, value: Tensor) -> None:
 
 def first_row(tensor: Tensor) -> int:
     """Rows of the whole before this rank's, which torch.chunk has cut: the last may have fewer."""
-    rows, place = max((1, *tensor.shape[:1])), 0
+    rows = max((1, *tensor.shape[:1]))
+    place = 0
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         cuts = zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)

@@ -64,7 +64,9 @@ class Broadcaster:
         announced: Callable[[int], None] = lambda version: None,
     ) -> None:
         """``announced`` is called on rank 0, perhaps in another thread."""
-        self._model, self._publisher, self._status = model, publisher, status
+        self._model = model
+        self._publisher = publisher
+        self._status = status
         self._sender = sender
         self._announce_to = announced
         self.announced = -1
@@ -114,12 +116,15 @@ class Broadcaster:
     def pass_on(self) -> float:
         """After the announcement: wait until the engines have the version, or can read it; the
         seconds it took."""
-        start, version, sender = time.perf_counter(), self._version, self._sender
+        start = time.perf_counter()
+        version = self._version
+        sender = self._sender
         if not self._waits or sender is None:
             return 0.0
         text = f"engines (to take weights version {version})"
         self._status.report("waiting", waiting_for=text, step=version)
-        directory, main = self._publisher.path(version), parallel.rank() == 0
+        directory = self._publisher.path(version)
+        main = parallel.rank() == 0
         order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
@@ -181,7 +186,8 @@ class Broadcaster:
 
     def _send(self, sender: WeightSender, order: object) -> bool:
         """Whether the engines have the version now."""
-        tensors, version = published_tensors(self._model), self._version
+        tensors = published_tensors(self._model)
+        version = self._version
         # Engines check files before they load them. Those that take tensors one by one cannot.
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
@@ -199,6 +205,7 @@ class Broadcaster:
         except (OSError, WeightsError) as error:
             logger.warning("version %d was not broadcast, its files follow: %s", version, error)
             return False
+
         return True
 
 
@@ -214,7 +221,8 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
 
     Raises ``WeightsError`` if the disk refuses.
     """
-    unfinished, tuning = directory.with_name(f".{directory.name}"), tuning_of(model)
+    unfinished = directory.with_name(f".{directory.name}")
+    tuning = tuning_of(model)
     adapter = unfinished / "adapter"
 
     def begin() -> None:

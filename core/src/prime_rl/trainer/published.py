@@ -79,7 +79,8 @@ class Publisher:
         self, version: int, write: Callable[[Path], None], group: parallel.Group = None
     ) -> None:
         """``write`` the version's files into a folder; every rank calls this, for one ``group``."""
-        unfinished, final = self.directory / f".step_{version}", self.path(version)
+        unfinished = self.directory / f".step_{version}"
+        final = self.path(version)
         with disk_errors(f"write weights version {version}", final):
             parallel.on_main(partial(clear, unfinished, final), group)
             write(unfinished)
@@ -136,9 +137,11 @@ def save(
     model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None, flush: bool = False
 ) -> None:
     """Write the whole model, or the adapter where a tuning trains one; every rank calls this."""
-    tuning, tensors = tuning_of(model), published_tensors(model)
+    tuning = tuning_of(model)
+    tensors = published_tensors(model)
     name, metadata = (tuning.weights_file, tuning.metadata()) if tuning else (WEIGHTS, {})
-    dtypes, pieces = published_dtypes(model, tensors, dtype), published_pieces(model, tensors)
+    dtypes = published_dtypes(model, tensors, dtype)
+    pieces = published_pieces(model, tensors)
     layout = lay_out(tensors, dtypes, metadata, pieces)
     write_shared(directory / name, layout, tensors, flush)
     if tuning is not None:
@@ -153,7 +156,8 @@ def tuning_of(model: PreTrainedModel) -> Tuning | None:
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights by their names in the model, as this rank holds them; a tied head does not appear
     twice. Where a tuning trains an adapter, that alone, by the tuning's names."""
-    if tuning := tuning_of(model):
+    tuning = tuning_of(model)
+    if tuning:
         return tuning.tensors(model)
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from prime_rl.errors import ConfigError
 
-FAILED, FOLLOWED, ENDED = 1, 3, 128 + signal.SIGTERM
+FAILED = 1
+FOLLOWED = 3
+ENDED = 128 + signal.SIGTERM
 """Exit codes of a rank: it failed; it failed after another rank had; it was asked to end."""
 
 

@@ -38,8 +38,10 @@ class References:
     ) -> None:
         """``model``: the policy. ``folder``: the model with its first weights. ``on_host``: keep
         weights off the device."""
-        self._model, self._config = model, config
-        self._folder, self._on_host = folder, on_host
+        self._model = model
+        self._config = config
+        self._folder = folder
+        self._on_host = on_host
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._initial: dict[str, Tensor] = {}
         self.average = {} if config.ema_decay is None else self._copies(self._trained)
@@ -63,6 +65,7 @@ class References:
             with switched_off:
                 yield
             return
+
         if of_first and not self._initial:
             self._initial = self._load()
         kept = self._initial if of_first else self.average
@@ -77,21 +80,25 @@ class References:
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
         for name, each in kept.items():
-            weights, other = _local(self._trained[name]), _local(each)
+            weights = _local(self._trained[name])
+            other = _local(each)
             own = weights.clone()
             weights.copy_(other)
             other.copy_(own)
 
     def _load(self) -> dict[str, Tensor]:
         """The first weights; every rank reads them and keeps its shards."""
-        folder, found = self._folder, {}
+        folder = self._folder
+        found = {}
         if folder is not None:
             found = dict(load_model(folder, self._config, on_host=True).named_parameters())
-        if lacks := [name for name in self._trained if name not in found]:
+        lacks = [name for name in self._trained if name not in found]
+        if lacks:
             raise ConfigError(
                 f"a loss reads initial_logprobs, and {folder} lacks {len(lacks)} of the weights "
                 f"that train, first {lacks[0]!r}. Their tuning must implement initial."
             )
+
         return self._copies(found)
 
     def _copies(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Share of the full leak's effect, by precision of compute."""
 LEAST_EFFECT = 0.02
 """A smaller effect is replaced by this one: rounding does not shrink with it."""
-LENGTHS, PROMPT = (9, 8, 7), 4
+LENGTHS = (9, 8, 7)
+PROMPT = 4
 """Tokens of the documents. The first and the last start with the same ``PROMPT`` tokens."""
 
 
@@ -58,6 +59,7 @@ def find_packing(
             if gap <= allowed:
                 break
             failed.append(f"{packing}: {reason}")
+
     parallel.reshard(policy)
     kind = f"{type(policy.model).__name__} ({policy.model.config.model_type})"
     if len(failed) == len(packings):
@@ -67,12 +69,17 @@ def find_packing(
             f"{'; '.join(failed)}. Expected them off by at most {allowed:.1e} in the mean. Train "
             "a model of another family."
         )
+
     if failed:
         logger.warning(
             "%s: the trainer computes rows %s. It is slower, but a faster way does not give a "
             "document the log-probabilities that it has alone (%s; allowed %.1e in the mean).",
-            *(kind, packing, "; ".join(failed), allowed),
+            kind,
+            packing,
+            "; ".join(failed),
+            allowed,
         )
+
     logger.info("rows go through the model %s", packing)
     return packing
 
@@ -119,7 +126,8 @@ def _measure(
     policy: Policy, packing: Packing, batch: MicroBatch, expected: Tensor
 ) -> tuple[float, str]:
     """The largest error of log π over all ranks, and the same, or an exception, in words."""
-    gap, reason = math.inf, ""
+    gap = math.inf
+    reason = ""
     try:
         policy.use(packing)
         row = make_row(batch, expected.device, packing)
@@ -128,6 +136,7 @@ def _measure(
         raise
     except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
+
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 

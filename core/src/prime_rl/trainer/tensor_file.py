@@ -62,17 +62,24 @@ def own_part(tensor: Tensor) -> Part | None:
     if not isinstance(tensor, DTensor):
         values = tensor.reshape(-1)
         return Part(values if parallel.rank() == 0 else values[:0], 0)
-    placements, mesh = tensor.placements, tensor.device_mesh
+
+    placements = tensor.placements
+    mesh = tensor.device_mesh
     shards = [p for p in placements if type(p) is not Replicate]
     by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
     if not by_rows or mesh.size() != parallel.num_ranks():
         return None
-    rows, values = max((1, *tensor.shape[:1])), tensor.to_local().reshape(-1)
+    rows = max((1, *tensor.shape[:1]))
+    values = tensor.to_local().reshape(-1)
     start = parallel.first_row(tensor) * (tensor.numel() // rows)
-    replica, replicas, place = 0, 1, mesh.get_coordinate() or ()
+    replica = 0
+    replicas = 1
+    place = mesh.get_coordinate() or ()
     for placement, size, index in zip(placements, mesh.shape, place, strict=True):
         if type(placement) is Replicate:
-            replica, replicas = replica * size + index, replicas * size
+            replica = replica * size + index
+            replicas = replicas * size
+
     first, last = (len(values) * n // replicas for n in (replica, replica + 1))
     return Part(values[first:last], start + first)
 
@@ -87,16 +94,19 @@ def lay_out(
     those that are stored in another type. ``pieces``: what the header calls them; None: each is
     whole."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    slots, end = {}, 0
+    slots = {}
+    end = 0
     for name, tensor in like.items():
         dtype = (dtypes or {}).get(name, tensor.dtype)
         start, end = end, end + tensor.numel() * dtype.itemsize
         slots[name] = (dtype, start)
+
     stop = 0
     for info in header_of(like, dtypes or {}, pieces):
         start, stop = stop, stop + num_bytes(info)
         entry = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, stop]}
         table[info.name] = entry
+
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -195,4 +205,5 @@ def _put(file: int, layout: FileLayout, name: str, part: Part) -> None:
         data = block.to(dtype).cpu().contiguous().view(torch.uint8).numpy().data
         while len(data):  # the system may write less than it is given
             written = os.pwrite(file, data, offset)
-            data, offset = data[written:], offset + written
+            data = data[written:]
+            offset = offset + written

@@ -72,6 +72,7 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
         if path is None or opened(path).get_slice(piece.name).get_shape() != list(piece.shape):
             return None
         found[piece.source].append((path, piece))
+
     made = {key: of_files(tensors[name], found[name]) for key, name in shared.items()}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -80,12 +81,14 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
     for each in made.values():
         vars(each)["_is_hf_initialized"] = True
     model.initialize_weights()  # buffers that no file has
     for name, buffer in model.named_buffers():
         if found.get(name):
             made[id(tensors[name])].read_from_files(buffer.view(-1), 0)
+
     return model
 
 

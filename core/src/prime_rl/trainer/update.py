@@ -50,7 +50,9 @@ class BatchUpdate:
     def __init__(
         self, trainer: Trainer, step: int, rows: Sequence[MicroBatch], status: Status | None
     ) -> None:
-        self.trainer, self.step, self.status = trainer, step, status
+        self.trainer = trainer
+        self.step = step
+        self.status = status
         numbers = sorted({row.minibatch for row in rows}) or [0]
         self.parts = [[row for row in rows if row.minibatch == number] for number in numbers]
         self.counts = [count_members(part, trainer.losses) for part in self.parts]
@@ -72,7 +74,9 @@ class BatchUpdate:
     def run(self) -> dict[str, float]:
         """Take all of them. Returns the batch's metrics. Raises ``RunError`` (see
         ``Trainer.train_step``)."""
-        trainer, seconds, started = self.trainer, 0.0, time.perf_counter()
+        trainer = self.trainer
+        seconds = 0.0
+        started = time.perf_counter()
         metrics: dict[str, float] = {}
         for column in self.references:
             self.look_back(column)
@@ -82,6 +86,7 @@ class BatchUpdate:
                     row, logprobs, _, heads = trainer.forward(micro_batch)
                     self.look_ahead(micro_batch, row, logprobs, heads)
             parallel.reshard(trainer.policy)
+
         for part in self.plan:
             sums = self.forward_backward(self.parts[part], self.counts[part])
             bound = trainer.config.optim.max_norm
@@ -101,8 +106,10 @@ class BatchUpdate:
                 metrics = self.metrics(seconds)
                 for observer in trainer.observers:
                     metrics |= observer.step_trained(self.step, metrics)
+
             self.optimizer_step(self.parts[part], bad)
             started = time.perf_counter()
+
         rate = 0.0 if metrics["optim/skipped"] == 1 else trainer.learning_rate(self.step)
         return metrics | {"optim/lr": rate}
 
@@ -132,11 +139,13 @@ class BatchUpdate:
 
     def forward_backward(self, rows: Sequence[MicroBatch], counts: Counts) -> StepMetrics:
         """Accumulate the gradients of a minibatch's loss; its metrics."""
-        trainer, metrics = self.trainer, StepMetrics(counts)
+        trainer = self.trainer
+        metrics = StepMetrics(counts)
         for number, micro_batch in enumerate(rows):
             if self.status is not None:
                 progress = (len(self.sums) + number / len(rows)) / len(self.plan)
                 self.status.report("training", progress=progress, step=self.step)
+
             row, logprobs, entropies, computed = trainer.forward(micro_batch)
             row = self.look_ahead(micro_batch, row, logprobs, computed)
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
@@ -151,41 +160,52 @@ class BatchUpdate:
             for observer in trainer.observers:
                 with running(observer.name, hook="row_trained", owner=observer):
                     observer.row_trained(self.step, **seen, calls=loss.calls)
+
         return metrics
 
     def optimizer_step(self, rows: Sequence[MicroBatch], bad: bool) -> None:
         """Take the optimizer step, or skip it and log why."""
-        trainer, step = self.trainer, self.step
+        trainer = self.trainer
+        step = self.step
         if not self.found[-1]["optim/skipped"]:  # else momentum and weight decay would move weights
             for optimizer in trainer.optimizers:
                 scale = optimizer.defaults["lr"] / trainer.config.optim.lr
                 for group in optimizer.param_groups:
                     group["lr"] = trainer.learning_rate(step) * scale
                 optimizer.step()
+
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
         trainer.num_bad_steps = trainer.num_bad_steps if bad else 0
-        where, fate = f"step {step}", f"version {step} has the weights of version {step - 1}"
+        where = f"step {step}"
+        fate = f"version {step} has the weights of version {step - 1}"
         if len(self.plan) > 1:
             where += f", optimizer step {len(self.sums)} of {len(self.plan)}"
             fate = "the others go on"
+
         if bad:
             self.report_bad_step(rows, where, fate)
         elif self.found[-1]["optim/skipped"]:
             logger.warning(
                 "%s: none of the batch's %d tokens trains anything: no component has a member. No "
                 "optimizer step; %s.",
-                *(where, self.sums[-1].counts.num_tokens, fate),
+                where,
+                self.sums[-1].counts.num_tokens,
+                fate,
             )
 
     def report_bad_step(self, rows: Sequence[MicroBatch], where: str, fate: str) -> None:
         """Log an optimizer step that is not finite, with what observers find out about it."""
-        trainer, metrics = self.trainer, self.found[-1]
-        norm, loss = metrics["optim/grad_norm"], metrics["loss/mean"]
+        trainer = self.trainer
+        metrics = self.found[-1]
+        norm = metrics["optim/grad_norm"]
+        loss = metrics["loss/mean"]
         reason = f"{where}: the gradient norm is {norm}, the loss {loss}. "
         for observer in trainer.observers:
-            if found := observer.bad_step(self.step, rows):
+            found = observer.bad_step(self.step, rows)
+            if found:
                 reason += f"{found} "
+
         trainer.num_bad_steps += self.num_bad == len(self.plan)
         if trainer.num_bad_steps >= min(trainer.config.max_bad_steps, trainer.max_steps):
             none = ", and no step of the run was" * (trainer.num_bad_steps == trainer.max_steps)
@@ -194,11 +214,13 @@ class BatchUpdate:
                 f"{none} (trainer.max_bad_steps). The weights of version {self.step - 1} are "
                 "intact. Lower trainer.optim.lr, or check whether logprob_gap/max grows."
             )
+
         logger.error("%sNo optimizer step; %s.", reason, fate)
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Of the batch's only optimizer step; else over all, with ``minibatch/N/...`` of each."""
-        metrics, number = dict(self.found[0]), len(self.found)
+        metrics = dict(self.found[0])
+        number = len(self.found)
         if number > 1:
             metrics = summarize(self.sums, self.trainer.config.epochs)
             for name in (name for name in self.found[0] if name.startswith("optim/")):
@@ -206,6 +228,7 @@ class BatchUpdate:
             for n, (sums, found) in enumerate(zip(self.sums, self.found, strict=True), 1):
                 names = sorted({*SHOWN, *sums.reported} & found.keys())
                 metrics |= {f"minibatch/{n}/{name}": found[name] for name in names}
+
         speed = sum(sums.counts.num_tokens for sums in self.sums) / seconds
         return metrics | {
             "perf/throughput": speed,

@@ -56,11 +56,13 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
     from transformers.core_model_loading import revert_weight_conversion
 
     # Converted are the numbers of elements, two for each row: rows stay as they are.
-    ends, numbers = [0], {}
+    ends = [0]
+    numbers = {}
     for name, tensor in tensors.items():
         shape = (*tensor.shape[:-1], 2)
         ends.append(ends[-1] + math.prod(shape))
         numbers[name] = torch.arange(*ends[-2:], dtype=torch.int32).view(shape)
+
     found: list[list[Piece]] = [[] for _ in tensors]
     sources = whole(tensors)
     with suppress(ValueError, RuntimeError):  # a conversion that needs whole rows
@@ -68,12 +70,15 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
             flat = values.flatten()
             place = bisect(ends, first := int(flat[0])) - 1
             if flat.equal(torch.arange(first, first + len(flat), dtype=torch.int32)):
-                source, width = sources[place].source, sources[place].shape[-1:]
+                source = sources[place].source
+                width = sources[place].shape[-1:]
                 start = (first - ends[place]) // 2 * math.prod(width)
                 found[place].append(Piece(name, source, start, (*values.shape[:-1], *width)))
+
     for each, own in zip(sources, found, strict=True):
         if sum(math.prod(piece.shape) for piece in own) != math.prod(each.shape):
             own[:] = [each]
+
     return [piece for own in found for piece in sorted(own, key=lambda piece: piece.start)]
 
 

@@ -69,4 +69,5 @@ async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf
                 f"the trainer has not written version {weights.version} within {within:g} s; it "
                 "does so between steps"
             )
+
         await asyncio.sleep(POLL_SECONDS)

@@ -100,16 +100,19 @@ class MicroBatch:
                     f"micro batch: {name!r} must align with token_ids: "
                     f"got shape {column.shape}, expected {self.token_ids.shape}"
                 )
+
         for name, column in self.streams.items():
             if column.shape[:1] != self.token_ids.shape:
                 raise StreamError(
                     f"micro batch: stream {name!r} must align with token_ids: got shape "
                     f"{column.shape}, expected one row for each of {len(self)} tokens"
                 )
+
         for name in _SEQUENCE_COLUMNS:
             column = getattr(self, name)
             if column is not None and column.shape != self.sequence_lengths.shape:
                 raise StreamError(f"micro batch: {name!r} must have one value per sequence")
+
         if (self.sequence_lengths < 1).any():
             raise StreamError("micro batch: every sequence needs at least one token")
         if int(self.sequence_lengths.sum()) != len(self):
@@ -143,15 +146,18 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
 
     Raises ``StreamError`` if columns don't align.
     """
-    rows, buffers = [], []
+    rows = []
+    buffers = []
     for micro_batch in micro_batches:
         micro_batch.check()
         columns = []
         for name, data in _wire_columns(micro_batch):
             buffers.append(data.tobytes())
             columns.append(_Column(name, data.nbytes))
-        num_tokens, num_sequences = len(micro_batch), micro_batch.num_sequences
+        num_tokens = len(micro_batch)
+        num_sequences = micro_batch.num_sequences
         rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
+
     numbers = [micro_batch.minibatch for micro_batch in micro_batches]
     header = msgspec.msgpack.encode([step, rows, numbers] if any(numbers) else [step, rows])
     parts = [_PREFIX.pack(MAGIC, WIRE_VERSION, len(header)), header]
@@ -164,7 +170,8 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
 def _wire_columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """The name on the wire and the values of every column that is there."""
     for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
-        if (column := getattr(micro_batch, name)) is not None:
+        column = getattr(micro_batch, name)
+        if column is not None:
             is_mask = name == "loss_mask"
             yield name, np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
     for name, column in micro_batch.streams.items():
@@ -185,6 +192,7 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
         raise WireError(
             f"micro batch frame: {len(numbers)} minibatch numbers for {len(header.rows)} rows"
         )
+
     for row, number in zip(header.rows, numbers, strict=True):
         found: dict[str, Any] = {"minibatch": number}
         for column in row.columns:
@@ -196,7 +204,9 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
                 )
             found[column.name] = _from_bytes(column.name, view[offset:end], row)
             offset = end + len(_padding(column.num_bytes))
+
         rows.append(_build(found, row))
+
     if offset != len(view):
         raise WireError(f"micro batch frame should end at byte {offset}, it has {len(view)}")
     return header.step, rows
@@ -214,10 +224,12 @@ def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
         needed = expected * np.dtype(dtype).itemsize
     else:
         raise WireError(f"micro batch frame holds an unknown column {name!r}")
+
     if len(data) != needed:
         raise WireError(
             f"micro batch frame: column {name!r} has {len(data)} bytes, expected {needed}"
         )
+
     if name == "loss_mask":
         return np.unpackbits(np.frombuffer(data, np.uint8), count=expected).view(np.bool_)
     return np.frombuffer(data, dtype)
@@ -230,6 +242,7 @@ def _build(found: dict[str, Any], row: _Row) -> MicroBatch:
         micro_batch.check()
     except (TypeError, StreamError) as error:
         raise WireError(f"micro batch frame does not hold a whole micro batch: {error}") from error
+
     if len(micro_batch.env_ids) and int(micro_batch.env_ids.max()) >= len(row.envs):
         raise WireError("micro batch frame names an env that is not in its table")
     return micro_batch
@@ -243,20 +256,24 @@ def _read_header(view: memoryview) -> tuple[_Header, int]:
         raise WireError(
             f"not a micro batch frame: it starts with {bytes(magic)!r}, expected {MAGIC!r}"
         )
+
     if version != WIRE_VERSION:
         raise WireError(
             f"micro batch frame has wire version {version}, this trainer reads {WIRE_VERSION}. "
             "Run the same prime-rl-core on both sides."
         )
+
     end = _PREFIX.size + size
     if end > len(view):
         raise WireError(
             f"micro batch frame is truncated: header ends at byte {end}, the frame has {len(view)}"
         )
+
     try:
         header = msgspec.msgpack.decode(view[_PREFIX.size : end], type=_Header)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"micro batch frame has an unreadable header: {error}") from error
+
     return header, end + len(_padding(end))
 
 

@@ -15,7 +15,8 @@ def sealed(frame: bytes) -> bytes:
 
 def unsealed(data: bytes | memoryview) -> memoryview:
     """The frame of what ``sealed`` made. Raises ``WireError`` if a byte has changed since."""
-    frame, checksum = memoryview(data)[:-4], memoryview(data)[-4:]
+    frame = memoryview(data)[:-4]
+    checksum = memoryview(data)[-4:]
     if len(checksum) < 4 or zlib.crc32(frame) != int.from_bytes(checksum, "little"):
         raise WireError(
             f"a micro batch frame of {len(frame)} bytes was damaged on the way: its checksum "

@@ -97,6 +97,7 @@ class FrameSender:
                     f"cannot send micro batches from {address}: {error}. "
                     "Leave rollout_transport.port out to get a free port."
                 ) from error
+
             self._outboxes.append(Outbox(socket, address, self._news))
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
@@ -133,7 +134,8 @@ class News:
     """The newest version of the weights that the trainer has announced."""
 
     def __init__(self) -> None:
-        self._version, self._changed = -1, asyncio.Event()
+        self._version = -1
+        self._changed = asyncio.Event()
 
     def hear(self, version: int) -> None:
         self._version = max(self._version, version)
@@ -154,12 +156,14 @@ class Outbox:
     """The frames of one rank that it has not read."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, news: News) -> None:
-        self._socket, self.address = socket, address
+        self._socket = socket
+        self.address = address
         self._strangers = socket.get_monitor_socket(STRANGERS)
         self._news = news
         self._unread: deque[bytes] = deque()
         self._num_read = 0
-        self._peer, self._sent = b"", -1
+        self._peer = b""
+        self._sent = -1
         """The connection that asked last, and the last frame that it got."""
         self._read = asyncio.Condition()
         self._failure: Exception | None = None
@@ -196,12 +200,16 @@ class Outbox:
             if len(asked) == 2:  # on a connection of its own, which gets no frames
                 self._news.hear(int(asked[1]))
                 continue
+
             (number,) = asked
             if peer != self._peer:
-                self._peer, self._sent = peer, -1
+                self._peer = peer
+                self._sent = -1
+
             while self._unread and self._num_read < int(number):
                 self._unread.popleft()
                 self._num_read += 1
+
             async with self._read:
                 self._read.notify_all()
             await self._answer()
@@ -247,6 +255,7 @@ class FrameReceiver:
                 if now >= end:
                     return None
                 continue
+
             number, frame = self._socket.recv_multipart(copy=False)
             if int(number.bytes) == self._next:  # else it came on two connections
                 self._next += 1

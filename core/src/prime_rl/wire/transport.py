@@ -147,6 +147,7 @@ class FileReceiver:
                     with suppress(OSError):  # another rank's frame is in it, or it is removed
                         path.parent.rmdir()
                     return unsealed(frame)
+
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)

@@ -105,6 +105,7 @@ class Baseline(Algorithm):
         if weight:
             for rollout in rollouts:
                 rollout.assign_weights(BONUS, weight)
+
         change = adaptive.delta if entropy < adaptive.target else -adaptive.delta
         self.coefficient = max(self.coefficient + change, 0.0)
 

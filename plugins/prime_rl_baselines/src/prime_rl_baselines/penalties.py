@@ -82,5 +82,6 @@ class KLToInitialLoss(Loss):
             bounded = d.clamp(min=LOWEST)
             slope = 1 - math.exp(-LOWEST)
             k = (-bounded).exp() - 1 + bounded + slope * (d - bounded)
+
         metrics = {"value": TokenMetric(k.detach(), inputs.loss_mask)}
         return LossOutputs(weighted(inputs, k).sum(), metrics)

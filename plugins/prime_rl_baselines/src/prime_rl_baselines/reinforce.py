@@ -43,7 +43,8 @@ class Reinforce(Baseline):
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
-        self.total, self.weight = 0.0, 0.0
+        self.total = 0.0
+        self.weight = 0.0
 
     def credit(self, group: Group) -> list[float]:
         baseline = self.total / self.weight if self.weight else 0.0

@@ -51,7 +51,9 @@ class Connection:
 
     def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
         """Connect. All members must do so at the same time."""
-        self.path, self.rank, self.size = group.group, group.rank, group.world_size
+        self.path = group.group
+        self.rank = group.rank
+        self.size = group.world_size
         self.broken = False
         """A member has left or refused: the connection is not used again."""
         self.device = device if group.backend == "nccl" else torch.device("cpu")
@@ -60,6 +62,7 @@ class Connection:
         with _nccl_environment(group), self._errors_named():
             self._backend = _connect(group, store)
             self._agree(None)  # NCCL connects at the first collective
+
         self._store = store  # the file is removed with the object
 
     def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
@@ -88,11 +91,13 @@ class Connection:
             use(stream)
         except Exception as error:
             problem = error
+
         with suppress(WeightsError):  # another member failed; ours is complete
             for _ in stream:  # the sender blocks until every member has received all buckets
                 pass
             if not self.broken:
                 self._agree(None if problem is None else f"{type(problem).__name__}: {problem}")
+
         if problem is not None:
             raise problem
 
@@ -135,7 +140,8 @@ class Connection:
         with self._errors_named():
             self._backend.allgather([problems], [mine]).wait()
         for rank, column in enumerate(problems):
-            if words := column.cpu().numpy().tobytes().rstrip(b"\0"):
+            words = column.cpu().numpy().tobytes().rstrip(b"\0")
+            if words:
                 self.broken = True
                 raise WeightsError(
                     f"rank {rank} of the broadcast: {words.decode(errors='replace')}"
@@ -165,6 +171,7 @@ class Member:
         if connection and (connection.path, connection.rank) != (group.group, group.rank):
             connection.close()
             connection = None
+
         # A member that restarted has no connection: this shows before any member waits for it.
         state = "connecting" if connection is None else "connected"
         try:
@@ -173,6 +180,7 @@ class Member:
             if connection is not None:
                 connection.close()
             raise
+
         if connection is None:
             connection = Connection(group, device)
         try:
@@ -181,6 +189,7 @@ class Member:
             connection.close()  # unblock peers quickly
             clear_frames(error.__traceback__)  # the frames would keep received tensors alive
             raise
+
         if connection.broken:
             connection.close()
         else:
@@ -233,9 +242,11 @@ def buckets(header: Header) -> Iterator[Bucket]:
         start = -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
         if bucket.places and start + num_bytes(info) > BUCKET_BYTES:
             yield bucket
-            bucket, start = Bucket([], 0), 0
+            bucket = Bucket([], 0)
+            start = 0
         bucket.places.append((start, info))
         bucket.num_bytes = start + num_bytes(info)
+
     if bucket.places:
         yield bucket
 
@@ -250,6 +261,7 @@ def _connect(group: BroadcastGroup, store: Any) -> Any:
         if torch.cuda.nccl.version() >= NON_BLOCKING:  # type: ignore[no-untyped-call]
             options.config.blocking = 0
         return dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
+
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

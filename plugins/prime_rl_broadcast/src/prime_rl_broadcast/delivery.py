@@ -37,7 +37,8 @@ class BroadcastDelivery(WeightDelivery):
         """``broadcasts``: the folder of the run's versions. Removes the files of an earlier
         attempt."""
         self._folder = broadcasts / FOLDER
-        self._backend, self.timeout = backend, timeout
+        self._backend = backend
+        self.timeout = timeout
         self._open: BroadcastGroup | None = None
         """The group of the broadcast in progress."""
         self._group: Path | None = None
@@ -75,6 +76,7 @@ class BroadcastDelivery(WeightDelivery):
                 await self._all_done(list(tasks.values()))
         finally:
             self._end()
+
         failures = {r: e for r, task in tasks.items() if (e := _failure(r.url, task)) is not None}
         if len(failures) < len(tasks):
             return [], missed | failures
@@ -83,6 +85,7 @@ class BroadcastDelivery(WeightDelivery):
         if left:
             log.info("waiting for the trainer to write version %d as files", weights.version)
             await wait_for_files(lambda: weights)
+
         return left, missed | gone
 
     def _unable(self, engines: Sequence[AnyEngine]) -> dict[AnyEngine, BaseException]:
@@ -130,6 +133,7 @@ class BroadcastDelivery(WeightDelivery):
         if not group.open(weights.directory):
             self._end()
             return {}
+
         return {
             engine: group.for_worker(1 + sum(workers[:number]))
             for number, engine in enumerate(engines)

@@ -65,7 +65,8 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
     def wait_for_all(self, protocol: str) -> None:
         """Report this member as ready, and wait for the others. Raises ``WeightsError`` if one is
         missing or uses another protocol, or if the broadcast is aborted."""
-        folder, deadline = Path(self.directory), time.monotonic() + self.timeout
+        folder = Path(self.directory)
+        deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
             while missing := self._missing(names := os.listdir(folder)):
@@ -78,8 +79,10 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
                         f"not ready after {self.timeout:g} s (weight_broadcast.timeout)"
                     )
                 time.sleep(_POLL_SECONDS)
+
             for rank in range(self.world_size):
-                if (other := (folder / f"here_{rank}").read_text()) != protocol:
+                other = (folder / f"here_{rank}").read_text()
+                if other != protocol:
                     raise WeightsError(
                         f"rank {self.rank} of the broadcast uses {protocol}; rank {rank} uses "
                         f"{other}. Trainer and engines must use the same."
@@ -123,4 +126,5 @@ def _claim(path: Path, content: bytes) -> bool:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
     return True

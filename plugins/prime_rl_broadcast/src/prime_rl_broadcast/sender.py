@@ -78,12 +78,14 @@ class BroadcastSender(WeightSender):
             with self._member.join(group, self.device or torch.device("cpu")) as connection:
                 connection.send(header, tensors)
             return
+
         for _ in filled(header, tensors, self._buffers):
             pass
         copied = None
         if self.device is not None and self.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
+
         self._sent = self._thread.submit(self._send_copy, group, header, self._directory, copied)
 
     def finish(self) -> None:
@@ -141,6 +143,7 @@ class BroadcastSender(WeightSender):
                     "weight_broadcast.overlap is true, and a copy of the weights takes "
                     f"{size / 2**30:.2f} GiB: {error}. Set it to 'auto' or false."
                 ) from error
+
         if not self._buffers:
             self._overlap = False
             logger.info(
@@ -149,6 +152,7 @@ class BroadcastSender(WeightSender):
                 size / 2**30,
                 free / 2**30,
             )
+
         return bool(self._buffers)
 
 
@@ -157,10 +161,12 @@ def free_memory(device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free - max(KEPT_FREE[0], KEPT_FREE[1] * total)
+
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return math.inf
+
     available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return available * 2**10 / 2
 
@@ -169,12 +175,14 @@ def write_copy(directory: Path, header: Header, buffers: Sequence[Tensor]) -> No
     """Write a version that was announced to be in memory as safetensors. Raises ``OSError``."""
     if not directory.exists():  # it became too old to keep
         return
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for info in header:
         start, end = end, end + num_bytes(info)
         entries[info.name] = {
             "dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]
         }  # fmt: skip
+
     head = msgspec.json.encode(entries)
     head += b" " * (-len(head) % 8)
     unfinished = directory / f".{WEIGHTS}.copy"
@@ -184,5 +192,6 @@ def write_copy(directory: Path, header: Header, buffers: Sequence[Tensor]) -> No
             data = buffer.cpu().numpy()
             for place, info in bucket.places:
                 file.write(data[place : place + num_bytes(info)].data)
+
     check_current()
     unfinished.replace(directory / WEIGHTS)

@@ -66,6 +66,7 @@ class NcclTransport(GlooTransport):
                 f"{(trainer if ours is None else engines).get('torch', 'is not installed')}). "
                 "Where it differs from the other side's, every version goes through files."
             )
+
         if ours == theirs:
             return f"NCCL {ours} on both sides (torch {trainer['torch']} and {engines['torch']})"
         return (

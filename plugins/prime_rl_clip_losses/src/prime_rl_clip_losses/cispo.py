@@ -47,7 +47,8 @@ class CISPOLoss(Loss):
         import torch
 
         config = cast(CISPOConfig, self.config)
-        member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
+        member = inputs.loss_mask
+        zero = inputs.trainer_logprobs.new_zeros(())
         # torch.where, not a product: off the mask values may be infinite, and 0 * inf is NaN.
         logprobs = torch.where(member, inputs.trainer_logprobs, zero)
         low = 0.0 if config.clip_eps_low is None else 1 - config.clip_eps_low
@@ -59,6 +60,7 @@ class CISPOLoss(Loss):
             if inputs.loss_weights is not None:
                 credit = credit * inputs.loss_weights
             credit = torch.where(member, credit, zero)
+
         metrics = {
             "clip_frac_low": TokenMetric((ratio < low).float(), member),
             "clip_frac_high": TokenMetric((ratio > high).float(), member),

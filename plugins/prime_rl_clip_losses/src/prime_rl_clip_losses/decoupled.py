@@ -70,11 +70,13 @@ class Corrected(Loss):
         import torch
 
         assert inputs.old_logprobs is not None
-        config, old = cast(ClipConfig, self.config), inputs.old_logprobs.detach()
+        config = cast(ClipConfig, self.config)
+        old = inputs.old_logprobs.detach()
         with torch.no_grad():
             log_k = on_mask(inputs, old - inputs.inference_logprobs)
             correction = self.correction(inputs, log_k)
             correction = correction.clamp(max=torch.finfo(correction.dtype).max)  # 0 * inf is NaN
+
         log_u = on_mask(inputs, inputs.trainer_logprobs - old)
         clip = Clip(config.clip_eps_low, config.clip_eps_high)
         terms, metrics = surrogate(inputs, log_u, clip)
@@ -156,7 +158,8 @@ class IcePopLoss(Corrected):
     def correction(self, inputs: LossInputs, log_k: Tensor) -> Tensor:
         import torch
 
-        config, k = cast(IcePopConfig, self.config), log_k.exp()
+        config = cast(IcePopConfig, self.config)
+        k = log_k.exp()
         keep = (k >= config.min_ratio) & (k <= config.max_ratio)
         return torch.where(keep, k, k.new_zeros(()))
 

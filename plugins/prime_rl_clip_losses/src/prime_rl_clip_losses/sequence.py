@@ -60,7 +60,8 @@ class GSPOLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """One rollout. Metrics: the share of tokens without gradient, and s."""
         config = cast(GSPOConfig, self.config)
-        logprobs, number = inputs.trainer_logprobs, inputs.loss_mask.sum().clamp(min=1)
+        logprobs = inputs.trainer_logprobs
+        number = inputs.loss_mask.sum().clamp(min=1)
         log_ratio = on_mask(inputs, logprobs - inputs.inference_logprobs)
         mean = log_ratio.detach().sum() / number
         of_token = on_mask(inputs, mean + logprobs - logprobs.detach())
@@ -91,7 +92,8 @@ class GMPOLoss(Loss):
         import torch
 
         bound = cast(GMPOConfig, self.config).log_clip
-        member, advantages = inputs.loss_mask, on_mask(inputs, inputs.advantages)
+        member = inputs.loss_mask
+        advantages = on_mask(inputs, inputs.advantages)
         log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
         too_high = (advantages > 0) & (log_ratio > bound)
         too_low = (advantages < 0) & (log_ratio < -bound)

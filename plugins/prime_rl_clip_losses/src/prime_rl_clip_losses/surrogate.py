@@ -47,18 +47,23 @@ def surrogate(
     """
     import torch
 
-    member, advantages = inputs.loss_mask, on_mask(inputs, inputs.advantages)
+    member = inputs.loss_mask
+    advantages = on_mask(inputs, inputs.advantages)
     with torch.no_grad():
         ratio = log_ratio.exp()
-        low, high = 1 - clip.low, 1 + clip.high
+        low = 1 - clip.low
+        high = 1 + clip.high
         too_high = member & (advantages > 0) & (ratio > high)
         too_low = member & (advantages < 0) & (ratio < low)
         bound = ratio.clamp(low, high)
         if clip.dual is not None:
             above = member & (advantages < 0) & (ratio > clip.dual)
-            too_high, bound = too_high | above, torch.where(above, clip.dual, bound)
+            too_high = too_high | above
+            bound = torch.where(above, clip.dual, bound)
+
         clipped = too_high | too_low
         constant = clipped | (advantages == 0)
+
     # torch.where, not min: the other branch may be infinite, and its gradient 0 * inf is NaN.
     zero = log_ratio.new_zeros(())
     ratio = torch.where(constant, bound, torch.where(constant, zero, log_ratio).exp())

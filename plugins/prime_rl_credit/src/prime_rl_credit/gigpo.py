@@ -51,10 +51,12 @@ class GiGPO(Algorithm):
         rewards = [reply.reward or 0.0 for reply in replies]
         if replies and all(reply.reward is None for reply in replies):
             rewards[-1] = rollout.reward
-        found, to_go = [], 0.0
+        found = []
+        to_go = 0.0
         for reward in reversed(rewards):
             to_go = reward + self.config.gamma * to_go
             found.append(to_go)
+
         return found[::-1]
 
     @hookimpl
@@ -66,11 +68,13 @@ class GiGPO(Algorithm):
         for i, own in enumerate(replies):
             for t, reply in enumerate(own):
                 states[reply.observed].append((i, t))
+
         episode = relative([rollout.reward for rollout in group], self.config.std)
         credit = [[value] * len(own) for value, own in zip(episode, replies, strict=True)]
         for places in states.values():
             above = relative([returns[i][t] for i, t in places], self.config.std)
             for (i, t), value in zip(places, above, strict=True):
                 credit[i][t] += self.config.omega * value
+
         for rollout, own, values in zip(group, replies, credit, strict=True):
             assign(rollout, own, values)

@@ -82,5 +82,6 @@ class MTGRPO(Algorithm):
             own = dict(zip(rewarded, above, strict=True))
             for i in ours:
                 credit[i][turn] = own.get(i, 0.0) + self.config.omega * outcomes[i]
+
         for rollout, own_replies, values in zip(group, replies, credit, strict=True):
             assign(rollout, own_replies, values)

@@ -40,6 +40,7 @@ def replies_of(rollout: Rollout) -> list[Reply]:
             observed = []
         else:
             observed += sample.token_ids[turn.start : turn.end].tolist()
+
     return found
 
 

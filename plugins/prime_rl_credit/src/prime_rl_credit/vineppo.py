@@ -53,6 +53,7 @@ def load_reward(import_path: str) -> Reward:
             f"{import_path!r}: {error}. Expected a function as module:name, in an installed "
             "package or the working directory"
         ) from error
+
     if not callable(found):
         raise ValueError(f"{import_path!r} is {type(found).__name__}, expected a function")
     return found  # type: ignore[no-any-return]

@@ -45,6 +45,7 @@ def check(target: str | None, settings: Mapping[str, Any], limit: float = SECOND
         given = Checking(settings, limit, connects=True)
         with _in_folder(Path(target), limit) as plugins, _losses_that_load(limit):
             return _reports(plugins, None, given)
+
     given = Checking(settings, limit, connects=target is not None, starts=target is not None)
     if target is not None:
         described(target)  # raises for an unknown one, with the nearest names
@@ -167,6 +168,7 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
         project = tomllib.loads(path.read_text("utf-8")).get("project", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
+
     points = project.get("entry-points", {})
     groups = {group: points[group] for group in GROUPS if points.get(group)}
     if not groups:
@@ -175,6 +177,7 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
             "plugin would be loaded. Add [project.entry-points.prime_rl] with a line: my_plugin = "
             '"my_module"'
         )
+
     return str(project.get("name", folder.name)), str(project.get("version", "")), groups
 
 
@@ -187,12 +190,14 @@ def _check_plugin(
         promise = "It imports, keeps the contract, and has names of its own."
         yield Report("plugin", name, (Outcome("loads", promise, "failed", plugin.error),))
         return
+
     if whole:
         yield _package(name, plugin.entry.value, offers)
         if plugin.entry.group == PROJECT:  # the trainer calls no hook but register_...
             with time_limit(given.limit):
                 hooks = check_hooks(name, plugin.hooks.get_plugin(name))
             yield from [] if hooks is None else [hooks]
+
     for kind, offered in offers:
         if kind is ENGINE:
             yield _engine(offered.cls, given.settings, by_name=given.starts)
@@ -248,6 +253,7 @@ def _light(value: str) -> Outcome:
         )
     else:
         return Outcome("light_import", promise, "passed")
+
     return Outcome("light_import", promise, "failed", said)
 
 
@@ -261,6 +267,7 @@ def _documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Outcome:
         for key, field in cls.config_class.model_fields.items():
             if not field.description:
                 missing.append(f"{cls.config_class.__qualname__}.{key}")
+
     if not missing:
         return Outcome("documented", promise, "passed")
     said = f"no docstring: {', '.join(dict.fromkeys(missing))}. Put a string below it."
@@ -280,9 +287,11 @@ def _offer(kind: Kind[Any], offered: Offered[Any], given: Checking) -> Report:
             return _one(kind.name, cls.name, "builds", "failed", said)
         said = f"its defaults are not enough: {error} Give settings with --set KEY=VALUE."
         return _one(kind.name, cls.name, "conformance", "skipped", said)
+
     if kind.name in CONNECTS and not given.connects:
         said = f"it may use the network: prime-rl plugins check {cls.name} runs its checks"
         return _one(kind.name, cls.name, "conformance", "skipped", said)
+
     built = run(builds, kind.name, cls, config)
     if built.status != "passed":
         return Report(kind.name, cls.name, (built,))

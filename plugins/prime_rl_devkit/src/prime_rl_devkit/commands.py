@@ -104,6 +104,7 @@ def check(
         print_json({"ok": ok, "reports": [report.as_dict() for report in reports]})
     else:
         _print_reports(reports, everything=target is not None)
+
     raise typer.Exit(0 if ok else 1)
 
 

@@ -81,6 +81,7 @@ def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
             plugin.offers = offers_by_plugin(plugin.hooks).get(entry.name, [])
     except PluginError as error:
         plugin.error = str(error)
+
     if plugin.error is None and (misfit := core_misfit(entry)):
         plugin.error = f"plugin {source}: {misfit}"
     return plugin
@@ -138,6 +139,7 @@ def described(name: str) -> list[Row]:
         for plugin in plugins:
             offers = [each for each in plugin.offers if each[1].cls.name == name]
             found += [replace(plugin, offers=offers)] if offers else []
+
     if not found:
         raise ConfigError(_unknown(name, plugins))
     return [_described(plugin) for plugin in found]
@@ -157,6 +159,7 @@ def _described(plugin: Plugin) -> Row:
         file = inspect.getfile(module if inspect.ismodule(module) else type(module))
     except TypeError:  # broken, or not from a file
         file = ""
+
     dist = plugin.entry.dist
     needs = [each for each in (dist and dist.requires) or () if each.startswith("prime-rl-core")]
     return plugin.row | {
@@ -170,7 +173,8 @@ def _described(plugin: Plugin) -> Row:
 
 
 def _offer(kind: Kind[Any], offered: Offered[Any]) -> Row:
-    cls, key = offered.cls, kind.key
+    cls = offered.cls
+    key = kind.key
     return {
         "kind": kind.name,
         "name": cls.name,
@@ -216,7 +220,8 @@ def type_name(prop: Schema) -> str:
     """A property's type in words: ``int > 0``, ``"zmq" or "filesystem"``, ``list of tables``."""
     if "$ref" in prop:
         return "table"
-    if choices := prop.get("anyOf", prop.get("oneOf")):
+    choices = prop.get("anyOf", prop.get("oneOf"))
+    if choices:
         return " or ".join(dict.fromkeys(type_name(choice) for choice in choices))
     if "enum" in prop or "const" in prop:
         return " or ".join(f"`{toml(each)}`" for each in prop.get("enum", [prop.get("const")]))

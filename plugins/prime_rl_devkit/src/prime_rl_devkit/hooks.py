@@ -113,6 +113,7 @@ def scores_beside_any_algorithm(plugin: object) -> None:
             _score(cls, group, plugin)
         except Exception as error:
             raise Broken(f"{where}: {type(error).__name__}: {error}") from error
+
         check_streams(group, MIXED)
         for rollout, columns in zip(group, before, strict=True):
             if _inputs(rollout) != columns:
@@ -138,10 +139,12 @@ def passes_errors_on(plugin: object) -> None:
             found = f"{type(error).__name__}: {error}"
         else:
             found = "no error: it was swallowed"
+
         raise Broken(
             f"{hook}: the algorithm raised, and the run would get {found}. Put what must run into "
             "a finally, and catch nothing around the yield."
         )
+
     if not (SCORING | PREPARING) & {*wrapped}:
         raise NotApplicable("wraps no hook that may fail")
 
@@ -172,6 +175,7 @@ def check_filtering(hooks: Hooks) -> None:
         for reason in first:
             if not isinstance(reason, str):
                 raise Broken(f"got {reason!r}, expected the reason to drop a rollout, or None")
+
         if first != again:
             raise Broken(f"asked twice about one rollout, it said {first} and {again}")
 

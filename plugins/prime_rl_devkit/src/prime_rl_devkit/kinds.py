@@ -41,6 +41,7 @@ def builds(kind: str, cls: type[Any], config: PluginConfig) -> None:
                 f"{error}. Core passes what {kind} classes of prime_rl take; its __init__ takes "
                 f"{found}."
             ) from error
+
         if getattr(built, "config", None) is not config:
             raise Broken("self.config is not its settings. Call super().__init__ in __init__.")
         if isinstance(built, Monitor):
@@ -62,6 +63,7 @@ def head_gives_an_output_each(cls: type[Head], config: PluginConfig) -> None:
     if not isinstance(outputs, torch.Tensor) or outputs.shape != (5,):
         found = getattr(outputs, "shape", type(outputs).__name__)
         raise Broken(f"5 hidden states of size 8 gave {found}, expected a tensor of shape (5,)")
+
     if not outputs.requires_grad:
         raise Broken("the output has no gradient: nothing could train the module")
 
@@ -94,6 +96,7 @@ def sampler_in_range(cls: type[Sampler], config: PluginConfig) -> None:
                 f"gave (env {env}, example {example}) of {len(ENVS)} envs with 3 examples and "
                 "without end"
             )
+
     if first != again:
         raise Broken(f"seed 0 gave {first[:5]} and then {again[:5]}. Draw from self.seed.")
 
@@ -110,6 +113,7 @@ def sampler_resumes(cls: type[Sampler], config: PluginConfig) -> None:
         resumed = cls(config, ENVS, 0)
         resumed.load(Path(folder))
         found = _drawn(resumed, 10)
+
     if found != expected:
         raise Broken(f"goes on with {found[:5]} after a resume, expected {expected[:5]}")
 
@@ -131,6 +135,7 @@ def sampler_takes_groups(cls: type[Sampler], config: PluginConfig) -> None:
         sampler.observe(group)
         if not isinstance(reason := sampler.reject(group), str | None):
             raise Broken(f"reject gave {reason!r}, expected why no member may train, or None")
+
     for name, value in sampler.metrics().items():
         if not isinstance(name, str) or not isinstance(value, int | float):
             raise Broken(f"metrics gave {name!r}: {value!r}, expected a number by its name")

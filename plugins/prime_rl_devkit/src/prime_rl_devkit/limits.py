@@ -20,15 +20,19 @@ class OwnTime:
     ``/proc/self/schedstat``), it is a plain clock."""
 
     def __init__(self) -> None:
-        self._wall, self._delays, self._seconds = time.perf_counter(), delays(), 0.0
+        self._wall = time.perf_counter()
+        self._delays = delays()
+        self._seconds = 0.0
 
     def seconds(self) -> float:
         """Since the clock was made."""
-        wall, found = time.perf_counter(), delays()
+        wall = time.perf_counter()
+        found = delays()
         # The thread that waited longest: threads that wait for each other all wait at once.
         waited = max((s - self._delays.get(thread, 0.0) for thread, s in found.items()), default=0)
         self._seconds += wall - self._wall - waited
-        self._wall, self._delays = wall, found
+        self._wall = wall
+        self._delays = found
         return self._seconds
 
 
@@ -49,11 +53,14 @@ def time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
-    clock, end = OwnTime(), seconds
+
+    clock = OwnTime()
+    end = seconds
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal end
-        if (now := clock.seconds()) >= end:
+        now = clock.seconds()
+        if now >= end:
             end = now + seconds
             raise TimeoutError(
                 f"it did not return within {seconds:g} s. A hook must not wait for ever; --limit "

@@ -111,7 +111,8 @@ def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
     need_torch()
     import torch
 
-    component, inputs = Component(cls.name, cls), _loss_inputs(cls)
+    component = Component(cls.name, cls)
+    inputs = _loss_inputs(cls)
     absent = {name for name, default in component.defaults.items() if default is None}
     streams = {n: None if n in absent else column for n, column in inputs.streams.items()}
     less = replace(inputs, streams=streams)
@@ -141,6 +142,7 @@ def _need_gradient(inputs: LossInputs, loss: Any) -> None:
             "the loss has no gradient: it would train nothing. Use inputs.trainer_logprobs, "
             "without detach()."
         )
+
     leaves = [leaf for name in WITH_GRADIENT if (leaf := getattr(inputs, name)) is not None]
     found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     if all(each is None for each in found):
@@ -183,6 +185,7 @@ def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
     for column in streams.values():
         if column.is_floating_point() and not column.requires_grad:
             column.requires_grad_()  # it may be the output of a head
+
     inputs = LossInputs(**known, streams=streams)
     return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
 

@@ -32,13 +32,16 @@ OF_SHELLS = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"})
 def remembered(find: Callable[[], Rows]) -> Rows:
     """The rows of the last call, else those that ``find`` gives now."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key, file = _key(), base / "prime-rl" / "plugins" / f"{_digest(sys.prefix)[:16]}.json"
+    key = _key()
+    file = base / "prime-rl" / "plugins" / f"{_digest(sys.prefix)[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or of another version
         kept = json.loads(file.read_text())
         same = all(_state(path) == state for path, state in kept["paths"].items())
         if kept["key"] == key and same and kept["read"] == _values(kept["read"]):
             return list(kept["rows"])
-    started, read = time.time_ns(), set[str]()
+
+    started = time.time_ns()
+    read = set[str]()
     with warnings.catch_warnings(record=True) as said, _variables_read(read):
         rows = find()
     for each in said:
@@ -53,6 +56,7 @@ def remembered(find: Callable[[], Rows]) -> Rows:
             kept = {"key": key, "paths": states, "read": _values(read), "rows": rows}
             written.write_text(json.dumps(kept))
             written.replace(file)
+
     return rows
 
 

@@ -33,6 +33,7 @@ async def check_plans(
             raise
         except Exception as error:
             faults.append((prompt, error))
+
     if faults and (every_form or len(faults) == len(PROMPTS)):
         prompt, fault = faults[0]
         said = f"with plan.prompt = {prompt!r}: {type(fault).__name__}: {fault}"
@@ -48,16 +49,19 @@ async def _check_form(hooks: Hooks, prompt: Any, temperature: float | None) -> N
         )
         await hooks.prepare_rollout(plan)
         train_sampling(plan)  # raises for what was changed in place
-        if changed := [key for key, value in place.items() if getattr(plan, key) != value]:
+        changed = [key for key, value in place.items() if getattr(plan, key) != value]
+        if changed:
             raise Broken(f"it set plan.{changed[0]}, which says which rollout this is. Leave it.")
         if own != prompt:
             raise Broken(
                 "it changed the example's own messages, so the change stays for later rollouts. "
                 "Assign new ones: plan.prompt = [...]."
             )
+
         if temperature not in (None, plan.temperature):
             raise Broken(
                 f"it set temperature = {plan.temperature}, and needs_temperature is {temperature}"
             )
+
         if not isinstance(prompt, str) and str(prompt) in str(plan.prompt) != str(prompt):
             raise TypeError(f"it wrote {type(prompt).__name__} into a text: {plan.prompt!r}")

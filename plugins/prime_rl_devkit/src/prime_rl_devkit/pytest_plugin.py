@@ -53,17 +53,20 @@ def _items(session: pytest.Session, name: str, pairs: list[str]) -> Iterator[pyt
 
     try:
         settings = read_settings(pairs)
-        subjects, benches = subjects_named(name, settings), engines_named(name, settings)
+        subjects = subjects_named(name, settings)
+        benches = engines_named(name, settings)
         if not subjects and not benches:
             raise _no_offer()
     except PrimeRLError as error:
         raise pytest.UsageError(f"--prime-rl {name}: {error}") from error
+
     yield from _engine_items(session, benches)
     for subject in subjects:
         for check in CHECKS:
             label = f"{GROUP}::{subject.cls.name}::{check}"
             item: ConformanceItem = ConformanceItem.from_parent(session, name=label)
-            item.subject, item.check = subject, check
+            item.subject = subject
+            item.check = check
             yield item
 
 
@@ -127,7 +130,8 @@ def _engine_items(session: pytest.Session, benches: list[Any]) -> Iterator[pytes
         for check in CHECKS:
             label = f"{GROUP}::{bench.engine.name}::{check}"
             item: EngineItem = EngineItem.from_parent(session, name=label)
-            item.subject, item.check = bench, check
+            item.subject = bench
+            item.check = check
             yield item
 
 

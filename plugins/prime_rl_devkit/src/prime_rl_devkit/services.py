@@ -45,8 +45,10 @@ def source_gives_groups(cls: type[Source], config: PluginConfig) -> None:
                 raise Broken("a rollout has credit. Give new rollouts: the algorithm scores them")
             if not rollout.num_trainable_tokens or not math.isfinite(rollout.reward):
                 raise Broken(f"a rollout has no token to train, or the reward {rollout.reward}")
+
     known = {*installed_losses().installed, "rl", OBSERVATION_WEIGHTS.removesuffix(WEIGHTS)}
-    if unknown := sorted(cls.feeds - known):
+    unknown = sorted(cls.feeds - known)
+    if unknown:
         raise Broken(f"feeds names {unknown[0]!r}, which is no installed loss")
 
 
@@ -54,13 +56,15 @@ def source_resumes(cls: type[Source], config: PluginConfig) -> None:
     """It continues from what it saved."""
     if cls.save is Source.save:
         raise NotApplicable("saves nothing: a resumed run starts it anew")
-    stopped, resumed = cls(config), cls(config)
+    stopped = cls(config)
+    resumed = cls(config)
     asyncio.run(_groups(stopped, (0, 1)))
     with TemporaryDirectory() as folder:
         stopped.save(Path(folder))
         expected = asyncio.run(_groups(stopped, (2, 3, 4), set_up=False))
         asyncio.run(_set_up(resumed))
         resumed.load(Path(folder))
+
     found = asyncio.run(_groups(resumed, (2, 3, 4), set_up=False))
     if _tokens(found) != _tokens(expected):
         raise Broken(
@@ -89,6 +93,7 @@ async def _groups(
                 rollout.assign_advantages(rollout.reward - 0.5)
                 rollout.freeze()
             source.observe(group)
+
     if not source.is_ready:
         raise NotApplicable("it is not ready after 8 groups of the kit: is_ready is False")
     examples = source.num_examples or 1
@@ -109,6 +114,7 @@ def monitor_logs(cls: type[Monitor], config: PluginConfig) -> None:
     for rollout in group:
         rollout.assign_advantages(rollout.reward)
         rollout.freeze()
+
     before = streams(group)
     with TemporaryDirectory() as folder:
         monitor = cls(config, Path(folder))
@@ -122,7 +128,9 @@ def monitor_logs(cls: type[Monitor], config: PluginConfig) -> None:
             monitor.log_rollouts(0, group, [None, "too short", None])
         finally:
             monitor.close()
-    if found := different(streams(group), before):
+
+    found = different(streams(group), before)
+    if found:
         raise Broken(f"log_rollouts changed the rollouts: {found}. Work on a copy.")
 
 
@@ -130,11 +138,13 @@ def launcher_runs_a_process(cls: type[Launcher], config: PluginConfig) -> None:
     """It finds a place, starts a process there, keeps its output and exit code, and ends one that
     does not end by itself."""
     launcher = cls(config)
-    quick, slow = Task("quick", "trainer", num_ports=1), Task("slow", "orchestrator")
+    quick = Task("quick", "trainer", num_ports=1)
+    slow = Task("slow", "orchestrator")
     with TemporaryDirectory() as folder:
         try:
             places = launcher.place([quick, slow], Path(folder), lambda text: None)
-            if missing := {"quick", "slow"} - {*places}:
+            missing = {"quick", "slow"} - {*places}
+            if missing:
                 raise Broken(f"place gave none to {', '.join(sorted(missing))}")
             _runs(launcher, quick, slow, Path(folder))
         except (ConfigError, RunError) as error:
@@ -163,6 +173,7 @@ def _runs(launcher: Launcher, quick: Task, slow: Task, folder: Path) -> None:
             raise Broken(f"a process that runs has the exit code {processes[1].exit_code}")
     finally:
         launcher.end(processes)
+
     if processes[1].exit_code is None:
         raise Broken("a process runs after end()")
 
@@ -188,10 +199,12 @@ def model_is_reproducible(cls: type[ModelMaker], config: PluginConfig) -> None:
         with TemporaryDirectory() as folder:
             cls(config).make(Path(folder), 0, lambda state, share: shares.append(share))
             found.append({p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()})
+
     first, again = found
     if "config.json" not in first or not any(name.endswith(".safetensors") for name in first):
         raise Broken(f"it wrote {sorted(first)}, expected config.json and safetensors")
-    if changed := [name for name in first if first[name] != again.get(name)]:
+    changed = [name for name in first if first[name] != again.get(name)]
+    if changed:
         raise Broken(f"seed 0 gave another {changed[0]} the second time. Draw from the seed.")
     if not all(0 <= share <= 1 for share in shares):
         raise Broken(f"progress reported {shares}, expected shares from 0 to 1")

@@ -31,6 +31,7 @@ def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
             Text(f"broken: {row['error']}", "red") if row["error"] else offers,
             *("\n".join(row[key]) for key in extra),
         )
+
     Console().print(table)
 
 
@@ -101,4 +102,5 @@ def _settings(rows: Iterable[dict[str, Any]]) -> Table:
         default = "none" if row["default"] is None else json.dumps(row["default"])
         cells = (row["key"], row["type"], "required" if row["required"] else default, row["doc"])
         table.add_row(*map(Text, cells))
+
     return table

@@ -68,7 +68,8 @@ def _traced(
 def _timed(line: Callable[[float | None, str], None]) -> Iterator[None]:
     start = time.perf_counter()
     outcome = ""
-    key, now = object(), time.monotonic()
+    key = object()
+    now = time.monotonic()
     OPEN[id(key)] = OpenCall(line, now, now + FIRST_SECONDS)
     _watch()
     try:

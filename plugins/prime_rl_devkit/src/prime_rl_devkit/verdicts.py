@@ -22,7 +22,8 @@ def promise_of(check: Callable[..., object]) -> str:
 
 def run(check: Callable[..., object], *subject: object, name: str = "", said: str = "") -> Outcome:
     """Run one check. An unexpected exception fails it, and ``said`` introduces that one."""
-    name, promise = name or check.__name__, promise_of(check)
+    name = name or check.__name__
+    promise = promise_of(check)
     try:
         check(*subject)
     except NotApplicable as reason:
@@ -31,4 +32,5 @@ def run(check: Callable[..., object], *subject: object, name: str = "", said: st
         return Outcome(name, promise, "failed", str(error), error)
     except Exception as error:
         return Outcome(name, promise, "failed", f"{said}{type(error).__name__}: {error}", error)
+
     return Outcome(name, promise, "passed")

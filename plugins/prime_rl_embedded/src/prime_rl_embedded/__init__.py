@@ -77,6 +77,7 @@ class Embedded(Engine):
         for option, value in options.items():
             if value is not None:
                 argv += [f"--{option}", str(value)]
+
         threads = str(config.num_threads)
         return EngineCommand(
             argv=argv,

@@ -28,7 +28,8 @@ class Admin:
     def __init__(self, engine: EngineLoop, keys: Keys, roots: Sequence[Path] | None = None) -> None:
         """``roots``: weight updates lie in one of these folders; None: anywhere."""
         self.engine = engine
-        self._keys, self._roots = keys, roots
+        self._keys = keys
+        self._roots = roots
         self._updating = asyncio.Lock()
         self._member = Member()
 
@@ -42,6 +43,7 @@ class Admin:
             raise RequestError(
                 "mode: this engine keeps requests in flight; it supports only mode=keep"
             )
+
         if http.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
             raise RequestError("clear_cache: running requests keep their KV; it must be false")
         await asyncio.wrap_future(self.engine.pause())
@@ -87,6 +89,7 @@ class Admin:
             raise RequestError(
                 f"weights refused, still serving version {scheduler.version}: {error}"
             ) from error
+
         new = scheduler.version + 1 if body.version is None else body.version
 
         def apply() -> None:

@@ -50,7 +50,8 @@ class Texts:
     """Runs requests and decodes their tokens. The first request loads the tokenizer."""
 
     def __init__(self, engine: EngineLoop, limits: Limits, model_path: Path) -> None:
-        self.engine, self.limits = engine, limits
+        self.engine = engine
+        self.limits = limits
         self.path = model_path
         self.tokenizer: Any = None
         self._tokenizing: Tokenizing | None = None
@@ -95,6 +96,7 @@ class Texts:
                 f"stop has {len(stops)} strings of up to {max(map(len, stops))} characters; "
                 f"expected at most {MAX_STOPS} of at most {MAX_STOP_LENGTH}"
             )
+
         return Answer(index, request, TextStream(self.tokenizer, stops, skip_special is not False))
 
     async def run(self, http: HTTPRequest, answers: list[Answer]) -> None:
@@ -117,7 +119,8 @@ class Texts:
 
     async def grow(self, answer: Answer) -> AsyncIterator[None]:
         """Yield whenever the text may have grown, until the request ends or a stop string."""
-        request, seen = answer.request, 0
+        request = answer.request
+        seen = 0
         tokens = stream_tokens(self.engine, request)
         try:
             async for count in tokens:
@@ -128,6 +131,7 @@ class Texts:
                     break
         finally:
             await tokens.aclose()
+
         answer.text.finish()
         yield
 

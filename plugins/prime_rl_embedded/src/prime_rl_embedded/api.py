@@ -37,7 +37,9 @@ class Api:
     """The routes that clients use."""
 
     def __init__(self, engine: EngineLoop, limits: Limits, texts: Texts) -> None:
-        self.engine, self.limits, self.texts = engine, limits, texts
+        self.engine = engine
+        self.limits = limits
+        self.texts = texts
 
     async def health(self, _: HTTPRequest) -> Response:
         if self.engine.closed is not None or not self.engine.alive:
@@ -50,7 +52,8 @@ class Api:
 
     async def models(self, http: HTTPRequest) -> Response:
         """The list, or the card of the model that the path names."""
-        limits, asked = self.limits, http.path_params.get("name")
+        limits = self.limits
+        asked = http.path_params.get("name")
         check_model(asked, limits)
         card = {"id": limits.model_name, "object": "model", "created": 0, "owned_by": "prime-rl"}
         card |= {"max_model_len": limits.max_model_len, "generate_batch": True}
@@ -105,8 +108,11 @@ def make_app(
     keys: Keys,
     weights_roots: Sequence[Path] | None = None,
 ) -> Starlette:
-    api, admin = Api(engine, limits, texts), Admin(engine, keys, weights_roots)
-    chat, text, batches = Chat(texts), Completions(texts), Batches(engine, limits)
+    api = Api(engine, limits, texts)
+    admin = Admin(engine, keys, weights_roots)
+    chat = Chat(texts)
+    text = Completions(texts)
+    batches = Batches(engine, limits)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
         ("GET", "/v1/models", keyed(api.models, keys)),

@@ -83,6 +83,7 @@ class BatchPlan:
         for row, (start, end) in enumerate(zip(starts, prompt_lengths, strict=True), num_decode):
             rows += [row] * (end - start)
             positions += range(start, end)
+
         cache.reserve(num_decode + len(prompt_lengths), max(longest, *prompt_lengths, 0))
         row_ids, position_ids = torch.tensor([rows, positions], device=device)
         return cls(
@@ -141,6 +142,7 @@ class BatchPlan:
                 hidden |= there <= here - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=here.device)
             self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+
         return self._masks[window, dtype]
 
 
@@ -154,6 +156,7 @@ def _runs(row: int, starts: Sequence[int], ends: Sequence[int]) -> list[PromptRu
         else:
             runs.append(PromptRun(row, start, 1, end - start))
         row += 1
+
     return runs
 
 
@@ -174,6 +177,7 @@ def attend(
     if plan.num_decode:
         cached = plan.stored(layer, slice(0, plan.num_decode), plan.context, widths)
         parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
+
     start = plan.num_decode
     for run in plan.prompts:
         end = start + run.count * run.length
@@ -185,6 +189,7 @@ def attend(
             keys, values = (_by_prompt(run, each[tokens]) for each in (key, value))
         parts.append(_attend_prompts(run, query[tokens], keys, values, scale, window))
         start = end
+
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -202,7 +207,8 @@ def _attend_rows(
     float32 on CPU by ``attend_run``.
     """
     keys, values = cached
-    rows, num_kv_heads = query.shape[0], keys.shape[1]
+    rows = query.shape[0]
+    num_kv_heads = keys.shape[1]
     grouped = query.reshape(rows, num_kv_heads, -1, query.shape[-1])
     mask = plan.decode_mask(window, query.dtype)
     if query.dtype == torch.float32 and query.device.type == "cpu":
@@ -210,6 +216,7 @@ def _attend_rows(
         scaled = grouped * (query.shape[-1] ** -0.5 if scale is None else scale)
         parts = [attend_run(run, scaled, keys, values, mask) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(rows, -1)
 
@@ -229,7 +236,8 @@ def _attend_prompts(
 ) -> Tensor:
     """Causal attention within each prompt of a run. Keys, values: [count, G, start + length, D or
     E]."""
-    queries, total = _by_prompt(run, query), run.start + run.length
+    queries = _by_prompt(run, query)
+    total = run.start + run.length
     mask = None
     if run.start or (window is not None and window < total):
         here = torch.arange(run.start, total, device=query.device)[:, None]
@@ -237,6 +245,7 @@ def _attend_prompts(
         mask = there <= here
         if window is not None:
             mask &= there > here - window
+
     out = F.scaled_dot_product_attention(
         queries,
         keys,
@@ -278,11 +287,13 @@ def slot_attention(
 
     Raises ``NotImplementedError`` for soft caps and sinks, which would change the scores.
     """
-    if unsupported := [name for name in _UNSUPPORTED if extras.get(name) is not None]:
+    unsupported = [name for name in _UNSUPPORTED if extras.get(name) is not None]
+    if unsupported:
         raise NotImplementedError(
             f"{type(module).__name__} asks for {', '.join(unsupported)}, which the engine's "
             "attention does not compute"
         )
+
     plan = _current.get()
     plan.attended.add(module)
     flat_query, flat_key, flat_value = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -53,7 +53,8 @@ class Batches:
     """The two routes, and the requests that run."""
 
     def __init__(self, engine: EngineLoop, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+        self.engine = engine
+        self.limits = limits
         self._running: dict[str, Request] = {}
 
     async def generate(self, http: HTTPRequest) -> Response:
@@ -90,6 +91,7 @@ class Batches:
                     loop, ended.put_nowait, self._answer(i, r)
                 )
                 self.engine.submit(request)
+
             missing = len(requests)
             while missing:
                 ready = [await ended.get()]
@@ -110,12 +112,14 @@ class Batches:
             raise RequestError(
                 f"the prompt has {length} tokens; max_model_len is {self.limits.max_model_len}"
             )
+
         if len(given.sampling_params) > self.limits.max_body_bytes:
             raise RequestError(f"sampling_params has {len(given.sampling_params)} bytes")
         try:
             ids = bytes_to_ids(given.token_ids)
         except ValueError as error:
             raise RequestError(f"bad request: token_ids: {error}") from error
+
         sampling = _decode(given.sampling_params, GenerateSampling)
         for key, value, most in (
             ("n", sampling.n, 1),
@@ -124,6 +128,7 @@ class Batches:
         ):
             if value is not None and (most is None or value > most):
                 raise RequestError(f"{key} is {value}: use /inference/v1/generate")
+
         if given.request_id in self._running:
             raise RequestError(f"request_id {given.request_id!r} is running already")
         body = GenerateBody(
@@ -141,6 +146,7 @@ class Batches:
         if request.finish_reason == "error":
             status = 500 if self.engine.closed is None else 503
             return Answer(index=index, status=status, error=request.error or "the engine failed")
+
         return Answer(
             index=index,
             token_ids=ids_to_bytes(request.token_ids),

@@ -49,7 +49,8 @@ class Chat:
     """Renders the prompt, runs it and formats the answer."""
 
     def __init__(self, texts: Texts) -> None:
-        self.texts, self.limits = texts, texts.limits
+        self.texts = texts
+        self.limits = texts.limits
 
     async def completions(self, http: HTTPRequest) -> Response:
         body = decode(await read_body(http, self.limits.max_body_bytes), ChatBody)
@@ -60,6 +61,7 @@ class Chat:
                 f"response_format.type is {kind!r}; this engine does not constrain its output: "
                 "leave response_format out, and ask for the format in the prompt"
             )
+
         if body.tools:
             raise RequestError(
                 f"tools has {len(body.tools)} entries; this route parses no tool calls, so every "
@@ -67,12 +69,14 @@ class Chat:
                 "(prime-rl eval RUN_DIR --base-url ...), or send tokens to /inference/v1/generate "
                 "and parse the reply with the model's renderer"
             )
+
         answers = self._answers(body, await while_wanted(http, self._render(body)))
         head = _head(answers[0].request, self.limits.model_name)
         if body.stream:
             return StreamingResponse(
                 self._stream(body, answers, head), media_type="text/event-stream"
             )
+
         await self.texts.run(http, answers)
 
         def response() -> Response:
@@ -119,16 +123,20 @@ class Chat:
 
     async def _deltas(self, body: ChatBody, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         """One answer's chunks."""
-        sent, counted = 0, 0
+        sent = 0
+        counted = 0
         yield _delta(answer, {"role": "assistant", "content": ""})
         async for _ in self.texts.grow(answer):
-            shown, count = answer.text.shown, len(answer.request.token_ids)
+            shown = answer.text.shown
+            count = len(answer.request.token_ids)
             if shown > sent or (body.logprobs and count > counted):
                 chunk = _delta(answer, {"content": answer.text.text[sent:shown]})
                 if body.logprobs:
                     chunk["logprobs"] = {"content": self._entries(answer, counted, count)}
                 yield chunk
-                sent, counted = max(sent, shown), count
+                sent = max(sent, shown)
+                counted = count
+
         rest = answer.text.text[sent:]
         last = _delta(answer, {"content": rest} if rest else {})
         yield last | {"finish_reason": answer.finish_reason}

@@ -61,7 +61,8 @@ class Completions:
     prompt i."""
 
     def __init__(self, texts: Texts) -> None:
-        self.texts, self.limits = texts, texts.limits
+        self.texts = texts
+        self.limits = texts.limits
 
     async def completions(self, http: HTTPRequest) -> Response:
         body = decode(await read_body(http, self.limits.max_body_bytes), CompletionBody)
@@ -78,6 +79,7 @@ class Completions:
             return StreamingResponse(
                 self._stream(body, answers, head), media_type="text/event-stream"
             )
+
         await self.texts.run(http, answers)
 
         def response() -> Response:
@@ -101,6 +103,7 @@ class Completions:
                     ids = prompt
                 check_prompt(ids, self.limits, scoring=body.max_tokens == 0)
                 found.append(ids)
+
             return found
 
         return await self.texts.in_thread(tokens)
@@ -123,6 +126,7 @@ class Completions:
                 answers.append(
                     self.texts.answer(len(answers), request, body.stop, body.skip_special_tokens)
                 )
+
         return answers
 
     async def _stream(
@@ -135,12 +139,15 @@ class Completions:
         yield DONE
 
     async def _chunks(self, body: CompletionBody, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        sent, before = 0, self._echo(body, answer)
+        sent = 0
+        before = self._echo(body, answer)
         async for _ in self.texts.grow(answer):
             text = before + answer.text.text[sent : answer.text.shown]
             if text:
                 yield _chunk(answer, text)
-                sent, before = max(sent, answer.text.shown), ""
+                sent = max(sent, answer.text.shown)
+                before = ""
+
         yield _chunk(answer, answer.text.text[sent:]) | {"finish_reason": answer.finish_reason}
 
     def _echo(self, body: CompletionBody, answer: Answer) -> str:
@@ -169,6 +176,7 @@ class Completions:
         if body.echo:
             rows.append((request.prompt[0], None, ()))
             rows += [(own.token_id, own.logprob, top) for own, *top in request.prompt_scores or ()]
+
         for i, (token, logprob) in enumerate(zip(request.token_ids, request.logprobs, strict=True)):
             rows.append((token, logprob, request.top_logprobs[i] if request.top_logprobs else ()))
         tokens = [self.texts.token(token) for token, _, _ in rows]
@@ -195,6 +203,7 @@ class Completions:
             (text, logprob),
         ]:
             found[name] = max(found.get(name, MIN_LOGPROB), value)
+
         return found
 
 
@@ -223,14 +232,17 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Iterator[str | list[i
     if isinstance(prompt, str):
         yield prompt
         return
+
     kinds = {type(part) for part in prompt}
     if len(kinds) != 1:
         raise RequestError(
             "prompt: expected a text, a list of texts, a list of tokens, or a list of such lists"
         )
+
     if kinds == {int}:
         yield [part for part in prompt if isinstance(part, int)]
         return
+
     for part in prompt:
         if not isinstance(part, int):
             yield part

@@ -44,6 +44,7 @@ class PatientProtocol(HttpToolsProtocol):
         if self._received > HEAD_BYTES + FRAMING * self._received_body:
             self.transport.abort()
             return
+
         if self.cycle is not None and not self.cycle.response_complete:  # its head was read
             _cancel(self._head)
             self._head = None
@@ -67,7 +68,8 @@ class PatientProtocol(HttpToolsProtocol):
         """End the connection unless the client reads something meanwhile."""
 
         def look() -> None:
-            if (left := self.transport.get_write_buffer_size()) < unread:
+            left = self.transport.get_write_buffer_size()
+            if left < unread:
                 self._watch(left)
             else:
                 self.transport.abort()

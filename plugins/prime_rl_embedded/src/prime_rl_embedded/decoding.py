@@ -65,13 +65,17 @@ def row_runs(
         if not runs or runs[-1].prefix != length:
             runs.append(RowRun(row, row, length, context))
             last = None
+
         run = runs[-1]
-        run.end, run.context = row + 1, max(run.context, context)
+        run.end = row + 1
+        run.context = max(run.context, context)
         if length and owner is last:
             run.sharing[-1] = slice(run.sharing[-1].start, row + 1)
         elif length:
             run.sharing.append(slice(row, row + 1))
+
         last = owner
+
     return runs
 
 
@@ -86,12 +90,14 @@ def attend_run(run: RowRun, query: Tensor, keys: Tensor, values: Tensor, mask: T
     Returns:
         [rows of the run, G * M * E].
     """
-    rows, own = slice(run.first, run.end), slice(run.prefix, run.context)
+    rows = slice(run.first, run.end)
+    own = slice(run.prefix, run.context)
     count, heads, group = run.end - run.first, *query.shape[1:3]
     if count * heads == 1:  # alone, it may be summed in another order
         pair = RowRun(0, 2, run.prefix, run.context, [slice(0, 2)] if run.sharing else [])
         doubled = (x[rows].repeat(2, 1, 1, 1) for x in (query, keys, values, mask))
         return attend_run(pair, *doubled)[:1]
+
     queries = query[rows].flatten(0, 1).transpose(1, 2)
     found = torch.bmm(keys[rows, :, own].flatten(0, 1), queries)  # [R * G, C, M]
     found = found.view(count, heads, -1, group).transpose(2, 3)
@@ -105,6 +111,7 @@ def attend_run(run: RowRun, query: Tensor, keys: Tensor, values: Tensor, mask: T
     for each, here in _parts(run):
         prefix = values[each.start, :, : run.prefix].transpose(1, 2)
         out[here] += _shared(shares[here, ..., : run.prefix], prefix)
+
     return out.view(count, -1)
 
 

@@ -27,7 +27,9 @@ class TextStream:
         self.text = ""
         self.stopped: str | None = None
         """The stop string that ended the text, which excludes it."""
-        self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._skip = skip_special_tokens
         self._window: list[int] = []
         self._settled = 0
 

@@ -50,6 +50,7 @@ class WholeForward:
                 use_cache=False,
                 logits_to_keep=keep,
             )
+
         logits: Tensor = out.logits[0]
         return logits
 
@@ -65,7 +66,8 @@ class GeneralForward:
     output, which the start-up check verifies."""
 
     def __init__(self, module: Any) -> None:
-        self.decoder, self.head = module.get_decoder(), module.get_output_embeddings()
+        self.decoder = module.get_decoder()
+        self.head = module.get_output_embeddings()
 
     def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         return self.logits(self.states(ids, plan, rows))

@@ -64,6 +64,7 @@ async def stream_tokens(engine: EngineLoop, request: Request) -> AsyncGenerator[
     finally:
         if request.finish_reason is None:
             engine.abort(request)
+
     raise_if_failed(engine, [request])
 
 

@@ -62,14 +62,17 @@ class FusedForward:
             raise NotFusable(f"not shaped like Llama: {error}") from error
 
     def _read(self, model: Any, max_len: int) -> None:
-        body, config = model.model, model.config
+        body = model.model
+        config = model.config
         _demand(body.rotary_emb.rope_type in _STATIC_ROPE, "rotary embedding depends on the length")
         first = body.layers[0].self_attn
         self.head_dim: int = first.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
-        self.embedding, self.norm = body.embed_tokens, body.norm
-        self.head, self.head_bias = Packed(model.lm_head.weight), model.lm_head.bias
+        self.embedding = body.embed_tokens
+        self.norm = body.norm
+        self.head = Packed(model.lm_head.weight)
+        self.head_bias = model.lm_head.bias
         self.layers = [_fuse_layer(layer) for layer in body.layers]
         positions = torch.arange(max_len, device=self.embedding.weight.device)[None]
         cos, sin = body.rotary_emb(self.embedding.weight[:1, None], positions)
@@ -93,13 +96,15 @@ class FusedForward:
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         """The input of ``logits``: [len(rows), E], before the last norm."""
         hidden = pad_rows(self.embedding(ids))
-        cos, sin = self.cos[plan.positions], self.sin[plan.positions]
+        cos = self.cos[plan.positions]
+        sin = self.sin[plan.positions]
         for i, layer in enumerate(self.layers):
             attended = self._attention(
                 i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
             )
             hidden = layer.out(pad_rows(attended), added=hidden)
             hidden = layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)), added=hidden)
+
         states: Tensor = hidden[: len(ids)] if rows is None else hidden[rows]
         return states
 
@@ -113,12 +118,16 @@ class FusedForward:
         """x: [padded N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
         heads = self.num_heads + self.num_kv_heads
         qkv = layer.qkv(x, layer.qkv_bias)[: len(cos)].view(len(cos), -1, self.head_dim)
-        qk, value = qkv[:, :heads], qkv[:, heads:]
+        qk = qkv[:, :heads]
+        value = qkv[:, heads:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            query = qk[:, : self.num_heads]
+            key = qk[:, self.num_heads :]
             qk = torch.cat((_rms_norm(query, layer.query_norm), _rms_norm(key, layer.key_norm)), 1)
+
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        query = qk[:, : self.num_heads]
+        key = qk[:, self.num_heads :]
         return attend(plan, index, query, key, value, layer.scale, layer.window)
 
 
@@ -128,7 +137,8 @@ def _demand(condition: bool, reason: str) -> None:
 
 
 def _fuse_layer(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     _demand(attention.o_proj.bias is None, "output projection with bias")
     _demand(mlp.gate_proj.bias is None, "MLP with bias")
     windowed = getattr(attention.config, "sliding_window", None) is not None

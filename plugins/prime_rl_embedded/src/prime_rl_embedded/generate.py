@@ -104,4 +104,5 @@ def _content(request: Request) -> list[TokenEntry]:
             for s in row
             if math.isfinite(s.logprob)
         ]
+
     return entries

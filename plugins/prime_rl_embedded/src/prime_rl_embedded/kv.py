@@ -35,8 +35,10 @@ class KVCache:
         device: torch.device | None = None,
     ) -> None:
         """``shapes``: (G, D) by layer. A missing layer is added at its first write."""
-        self.dtype, self.device = dtype, device
-        self.max_slots, self.max_len = max_slots, max_len
+        self.dtype = dtype
+        self.device = device
+        self.max_slots = max_slots
+        self.max_len = max_len
         self.slots = min(_FIRST_SLOTS, max_slots)
         self.capacity = min(_FIRST_CAPACITY, max_len)
         self.layers = {layer: self._empty(*shape) for layer, shape in shapes.items()}
@@ -60,10 +62,12 @@ class KVCache:
         """Make room for ``slots`` rows of ``length``; no row after them is in use. Layer by layer,
         so that only one layer exists twice."""
         slots, length = self._grown(slots, length)
-        old_length, kept = self.capacity, min(slots, self.slots)
+        old_length = self.capacity
+        kept = min(slots, self.slots)
         if (slots, length) == (self.slots, old_length):
             return
-        self.slots, self.capacity = slots, length
+        self.slots = slots
+        self.capacity = length
         for layer, shape in self.shapes.items():
             new = self._empty(*shape)
             new[:, :kept, :, :old_length] = self.layers[layer][:, :kept]
@@ -71,10 +75,12 @@ class KVCache:
 
     def _grown(self, slots: int, length: int) -> tuple[int, int]:
         assert slots <= self.max_slots and length <= self.max_len, "the scheduler admits no more"
-        new_slots, new_length = self.slots, self.capacity
+        new_slots = self.slots
+        new_length = self.capacity
         while new_length < length:
             new_length = min(2 * new_length, self.max_len)
             new_slots = min(_FIRST_SLOTS, self.max_slots)  # many short rows give way to a long one
+
         while new_slots < slots:
             new_slots = min(2 * new_slots, self.max_slots)
         return new_slots, new_length

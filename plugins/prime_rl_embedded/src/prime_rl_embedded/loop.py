@@ -27,7 +27,8 @@ class EngineLoop:
         on_death: Callable[[BaseException], None],
         max_waiting: int = 16384,
     ) -> None:
-        self.scheduler, self.max_waiting = scheduler, max_waiting
+        self.scheduler = scheduler
+        self.max_waiting = max_waiting
         self.submitted = 0
         self.paused = False
         self.closed: str | None = None

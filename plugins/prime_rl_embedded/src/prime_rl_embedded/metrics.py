@@ -27,7 +27,8 @@ class Sample:
 def collect(engine: EngineLoop) -> list[Sample]:
     """The current value of every metric. Counters end in ``_total`` and never decrease."""
     scheduler = engine.scheduler
-    stats, cache = scheduler.stats, scheduler.cache
+    stats = scheduler.stats
+    cache = scheduler.cache
     waiting = scheduler.num_waiting
     # The engine's thread changes the list meanwhile; copying it is atomic under the GIL.
     used = sum(len(r.prompt) + len(r.token_ids) for r in list(scheduler.active))

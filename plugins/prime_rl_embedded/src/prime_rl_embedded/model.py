@@ -67,6 +67,7 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise EngineError(f"inference.embedded.device is {name!r}: {reason}") from error
+
     return device
 
 
@@ -97,7 +98,9 @@ def load_model(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise WeightsError(f"{path}: can't be loaded: {error}") from error
-    if missing := sorted(info["missing_keys"]):
+
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise WeightsError(f"{path}: tensors missing from the checkpoint: {', '.join(missing[:5])}")
     _check_length(module, max_len)
     module.to(target).eval().requires_grad_(False)
@@ -156,6 +159,7 @@ def _choose_forward(served: ServedModel, max_len: int, fused: bool) -> None:
             return
         except (NotFusable, EngineError) as error:
             log.info("a more general forward serves this model: %s", error)
+
     check_forward(served, served.forward, ids, expected)
 
 
@@ -186,6 +190,7 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
         raise _refusal(served, str(error)) from error
     except Exception as error:  # model code, called in a way that it may not support
         raise _refusal(served, f"its forward fails: {type(error).__name__}: {error}") from error
+
     if not isinstance(forward, FusedForward):  # it calls ``attend`` itself, for every layer
         _check_attended(served, plan.attended)
     gap = (torch.cat(parts).float() - expected).abs().max().item()
@@ -196,6 +201,7 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
             f"over slotted attention, its logits differ by {gap:.2g} from the model's own "
             f"(at most {limit:.2g} is allowed)",
         )
+
     served.kv_shapes = cache.shapes
 
 

@@ -43,7 +43,8 @@ class PrefixCache:
     """Blocks of at most ``max_bytes``; those not used for longest make room. 0 keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._roots: dict[str | None, Node] = {}
         """By salt: requests of different salts share nothing."""
         self._used: OrderedDict[Node, None] = OrderedDict()
@@ -59,6 +60,7 @@ class PrefixCache:
             if node is None:
                 break
             path.append(node)
+
         self._use(path)
         return path
 
@@ -76,6 +78,7 @@ class PrefixCache:
                 self.num_bytes += node.children[block].num_bytes
             node = node.children[block]
             path.append(node)
+
         self._use(path)
         self._drop_oldest()
 

@@ -118,7 +118,8 @@ class Request:
         self.next_token = token
         self.position = len(self.prompt) + len(self.token_ids) - 1
         if token in self.params.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token
+            self.finish_reason = "stop"
+            self.stop_reason = token
         elif len(self.token_ids) >= self.params.max_tokens:
             self.finish_reason = "length"
 

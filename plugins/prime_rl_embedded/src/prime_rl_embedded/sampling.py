@@ -23,7 +23,8 @@ from prime_rl_embedded.requests import Request, SamplingParams, TokenScore
 
 _UNIFORM_BITS = 32
 _UNIFORM_RANGE = float(1 << _UNIFORM_BITS)
-_LARGE_VOCABULARY, _BLOCK = 4096, 256
+_LARGE_VOCABULARY = 4096
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
     if any(p.greedy for p in params):
         greedy = torch.tensor([p.greedy for p in params], device=logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
+
     chosen = probs.gather(-1, tokens[:, None])[:, 0].log_()
     num_alternatives = max(p.top_logprobs for p in params)
     alternatives = top_scores(kept.log_softmax(-1), num_alternatives) if num_alternatives else None
@@ -62,12 +64,14 @@ def _sampling_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor
     if any(p.temperature != 1.0 for p in params):
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+
     truncated = [i for i, p in enumerate(params) if p.truncated]
     if len(truncated) == len(params):
         logits = _truncate(logits, params)
     elif truncated:
         rows = torch.tensor(truncated, device=logits.device)
         logits = logits.index_copy(0, rows, _truncate(logits[rows], [params[i] for i in truncated]))
+
     return logits
 
 
@@ -76,7 +80,8 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     The most likely token always stays, and so do ties with the last token kept.
     """
-    device, size = logits.device, logits.shape[-1]
+    device = logits.device
+    size = logits.shape[-1]
     ordered = _descending(logits)
     top_k = torch.tensor([p.top_k or size for p in params], device=device)[:, None]
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
@@ -113,7 +118,8 @@ def _draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     block = _first_above(ends, shares)
-    of_block, end = sums.gather(-1, block), ends.gather(-1, block)
+    of_block = sums.gather(-1, block)
+    end = ends.gather(-1, block)
     rest = (shares * ends[:, -1:] - (end - of_block)) / of_block
     # Not 1, to which it may be rounded: nothing in the block is above its sum.
     rest.clamp_(0.0, 1.0 - torch.finfo(torch.float64).eps)

@@ -76,11 +76,13 @@ class Scheduler:
         version: int = 0,
     ) -> None:
         self.model = model
-        self.num_slots, self.max_model_len = num_slots, max_model_len
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
         on_cpu = model.device.type == "cpu"
         self.max_prefill_tokens = max_prefill_tokens or (1024 if on_cpu else 8192)
         self.share_prefixes = share_prefixes
-        self.seed, self.version = seed, version
+        self.seed = seed
+        self.version = version
         self.cache = model.make_cache(num_slots, max_model_len)
         self.active: list[Request] = []
         self.waiting: list[tuple[int, int, Request]] = []
@@ -140,7 +142,9 @@ class Scheduler:
         """End every request with an error."""
         self._drop_aborted()
         requests = self.active + [entry[2] for entry in self.waiting + self.unscored]
-        self.active, self.waiting, self.unscored = [], [], []
+        self.active = []
+        self.waiting = []
+        self.unscored = []
         self._fail(requests, reason)
 
     def swap_weights(self, apply: Callable[[], None], version: int) -> None:
@@ -211,12 +215,14 @@ class Scheduler:
             blamed = [*leaders, *followers] or self.active
             self.active = [r for r in self.active if r not in blamed]
             self._fail(blamed, f"{type(error).__name__}: {error}")
+
         self._reap()
 
     def _admit(self) -> tuple[Leaders, list[Request]]:
         """Requests to prefill, and requests that copy KV. A prompt longer than the whole budget is
         admitted alone. Leaders are sorted, so that equal shapes attend as one batch."""
-        leaders, followers = Leaders(), list[Request]()
+        leaders = Leaders()
+        followers = list[Request]()
         budget = self.max_prefill_tokens
         while len(self.active) + len(leaders) + len(followers) < self.num_slots:
             request = self._first(self.waiting)
@@ -233,8 +239,10 @@ class Scheduler:
                 leaders[request] = known
                 if self.share_prefixes:
                     self._prefixes[request.prefix_key] = request
+
             heapq.heappop(self.waiting)
             request.kv_version = self.version
+
         leaders = dict(sorted(leaders.items(), key=lambda x: (len(x[1]), len(x[0].prompt))))
         return leaders, followers
 
@@ -246,6 +254,7 @@ class Scheduler:
                 self.cache.clear_row(row)  # another request will use the row
             for row in range(len(self.active), len(sampled)):
                 self._keep(row, sampled[row], len(sampled[row].prompt))
+
         self.active = sampled
         for follower in followers:
             self._copy_prefix(follower)
@@ -264,6 +273,7 @@ class Scheduler:
             restore(self.cache, row, known)
             request.cached_tokens = len(known) * BLOCK
             ids += request.prompt[request.cached_tokens :]
+
         self.stats.shared_tokens += sum(starts)
         computed = (length - start for length, start in zip(lengths, starts, strict=True))
         rows = [*range(len(decoding)), *(len(decoding) + end - 1 for end in accumulate(computed))]
@@ -288,24 +298,30 @@ class Scheduler:
                 request.refuse_nonfinite(self.version)
                 refused.append(row)
                 continue
+
             if drawn.alternatives is not None and request.params.top_logprobs:
                 request.top_logprobs.append(drawn.alternatives[row][: request.params.top_logprobs])
             request.accept(drawn.tokens[row], logprob, self.version)
             if request.on_token is not None:
                 request.on_token(request)
+
         self.stats.generated_tokens += len(requests)
         return refused
 
     def _copy_prefix(self, follower: Request) -> None:
         leader = self._prefixes[follower.prefix_key]
-        row, length = len(self.active), len(follower.prompt)
+        row = len(self.active)
+        length = len(follower.prompt)
         if leader.finish_reason == "error":  # its row was cleared, so there is nothing to copy
-            follower.finish_reason, follower.error = "error", leader.error
+            follower.finish_reason = "error"
+            follower.error = leader.error
             self.active.append(follower)
             return
+
         self.cache.reserve(row + 1, length)
         self.cache.copy_row(self.active.index(leader), row, length - 1)
-        follower.next_token, follower.position = follower.prompt[-1], length - 1
+        follower.next_token = follower.prompt[-1]
+        follower.position = length - 1
         follower.cached_tokens = length - 1
         self.stats.shared_tokens += length - 1
         follower.origin = leader.origin or leader
@@ -326,6 +342,7 @@ class Scheduler:
             log.exception("scoring %d prompts failed", len(requests))
             self._fail(requests, f"{type(error).__name__}: {error}")
             return
+
         for entry in batch:
             if entry[2].finish_reason is None:
                 heapq.heappush(self.waiting, entry)
@@ -345,6 +362,7 @@ class Scheduler:
                 budget -= len(request.prompt)
                 prompts.add(request.prefix_key)
             batch.append(heapq.heappop(self.unscored))
+
         return batch
 
     def _score_batch(self, requests: Sequence[Request]) -> None:
@@ -358,6 +376,7 @@ class Scheduler:
             elif request.params.max_tokens == 0:
                 request.versions.append((self.version, 0))
                 request.finish_reason = "length"
+
         wanting = [
             i
             for i, request in enumerate(requests)
@@ -370,7 +389,9 @@ class Scheduler:
 
     def _reap(self) -> None:
         """Remove finished requests from the batch and close the gaps with the last rows."""
-        active, row, ended = self.active, 0, []
+        active = self.active
+        row = 0
+        ended = []
         while row < len(active):
             if active[row].finish_reason is None:
                 row += 1
@@ -381,12 +402,14 @@ class Scheduler:
             if row < len(active):
                 self.cache.copy_row(len(active), row, last.position + 1)
                 active[row] = last
+
         for request in ended:
             self._finish(request)
 
     def _fail(self, requests: Sequence[Request], reason: str) -> None:
         for request in requests:
-            request.finish_reason, request.error = "error", reason
+            request.finish_reason = "error"
+            request.error = reason
             self._finish(request)
 
     def _finish(self, request: Request) -> None:

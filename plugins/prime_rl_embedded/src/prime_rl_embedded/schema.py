@@ -54,7 +54,8 @@ def resolve_sampling(
 
 def _check_distribution(fields: SamplingFields) -> None:
     """One rule per row: key, value, whether it is valid, expected range. NaN fails every rule."""
-    temperature, top_k = given(fields.temperature, 1.0), fields.top_k
+    temperature = given(fields.temperature, 1.0)
+    top_k = fields.top_k
     rules = (
         ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
         ("top_p", fields.top_p, 0 < given(fields.top_p, 1.0) <= 1, "in (0, 1]"),

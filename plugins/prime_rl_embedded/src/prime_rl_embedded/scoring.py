@@ -47,6 +47,7 @@ def score_prompts(model: ServedModel, requests: Sequence[Request], *, share: boo
     for row, (group, end) in enumerate(zip(groups, ends, strict=True)):
         _set_scores(scores[end - len(group[0].prompt) : end - 1], group)
         row_of |= dict.fromkeys(map(id, group), row)
+
     last = model.forward.logits(states[[end - 1 for end in ends]])
     return last[[row_of[id(request)] for request in requests]]
 
@@ -75,11 +76,13 @@ def _score(
     """
     most = _CHUNK_LOGITS.get(model.device.type, _CHUNK_LOGITS["cuda"])
     rows = max(most // model.vocab_size, _FEWEST_ROWS)
-    following, scores = ids.roll(-1), []
+    following = ids.roll(-1)
+    scores = []
     for first in range(0, len(ids), rows):
         chunk = slice(first, first + rows)
         logits = model.forward.logits(states[chunk])
         scores += score_tokens(logits, following[chunk], max(alternatives[chunk]))
+
     return scores
 
 

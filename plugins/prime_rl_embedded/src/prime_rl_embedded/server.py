@@ -114,7 +114,8 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
 
 def describe(scheduler: Scheduler, limits: Limits) -> str:
     """One line for the log: model, forward, slots and the cache's maximum size."""
-    model, cache = scheduler.model, scheduler.cache
+    model = scheduler.model
+    cache = scheduler.cache
     forward = type(model.forward).__name__
     return (
         f"{limits.model_name}: {type(model.module).__name__} on {model.device} by {forward}, "
@@ -127,7 +128,9 @@ class EngineServer:
     """HTTP in the main thread, the engine in its own. The process ends when either one does."""
 
     def __init__(self, args: argparse.Namespace, limits: Limits, status: Status) -> None:
-        self.args, self.limits, self.status = args, limits, status
+        self.args = args
+        self.limits = limits
+        self.status = status
         self.failure: BaseException | None = None
         self._stop_serving: Callable[[], None] = lambda: None
 
@@ -137,10 +140,12 @@ class EngineServer:
             asyncio.run(self._serve(engine))
         finally:
             engine.stop()
+
         if self.failure is not None:
             traceback.print_exception(self.failure)
             self.status.report(f"the engine died: {self.failure}")
             return 1
+
         return 0
 
     def engine_died(self, error: BaseException) -> None:
@@ -168,18 +173,22 @@ class EngineServer:
         """Report the engine's activity once a second, as soon as it accepts connections."""
         while not server.started:
             await asyncio.sleep(_POLL_SECONDS)
-        before, then = 0, time.monotonic()
+        before = 0
+        then = time.monotonic()
         while True:
-            stats, now = engine.scheduler.stats, time.monotonic()
+            stats = engine.scheduler.stats
+            now = time.monotonic()
             rate = (stats.generated_tokens - before) / max(now - then, 1e-9)
-            before, then = stats.generated_tokens, now
+            before = stats.generated_tokens
+            then = now
             report_activity(self.status, engine, rate)
             await asyncio.sleep(_STATUS_SECONDS)
 
 
 def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float) -> None:
     scheduler = engine.scheduler
-    running, waiting = len(scheduler.active), scheduler.num_waiting
+    running = len(scheduler.active)
+    waiting = scheduler.num_waiting
     numbers: dict[str, Any] = {
         "running": float(running),
         "waiting": float(waiting),

@@ -52,6 +52,7 @@ class Offloaded:
             else:
                 _bytes_of(moved.storage).copy_(moved.host)
                 self._spare.setdefault(moved.size, []).append(moved.host)
+
         self._moved.clear()
 
     def _emptied(self, storage: UntypedStorage, keep: bool) -> _Moved:
@@ -62,6 +63,7 @@ class Offloaded:
             on_gpu = storage.device.type == "cuda"
             host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
             host.copy_(_bytes_of(storage))
+
         storage.resize_(0)
         return _Moved(storage, size, host)
 

@@ -123,6 +123,7 @@ class Served:
                     self.metric(f"vllm:num_requests_{name}") for name in ("running", "waiting")
                 ]
                 caught = found == [running, waiting]
+
             while self.metric("vllm:num_requests_running"):
                 assert time.monotonic() < deadline, "the engine keeps a request without a client"
             self.post("/resume", admin=True)

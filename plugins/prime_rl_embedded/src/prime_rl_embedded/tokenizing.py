@@ -46,6 +46,7 @@ class Tokenizing:
                 f"{self.path}: the tokenizer has no chat template; send text to "
                 "/v1/completions or tokens to /inference/v1/generate"
             )
+
         self.check_template_settings(template_settings)
         plain = [plain_message(index, message) for index, message in enumerate(messages)]
         settings = {**template_settings, "tools": tools, "add_generation_prompt": True}
@@ -102,6 +103,7 @@ def plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(calls, list):
             raise RequestError(f"{place}.tool_calls: expected a list")
         plain["tool_calls"] = [_tool_call(place, call) for call in calls]
+
     return plain
 
 
@@ -113,10 +115,12 @@ def _content(place: str, content: Any) -> str:
     if not isinstance(content, list):
         kind = type(content).__name__
         raise RequestError(f"{place}.content is of type {kind}; expected a text or a list of parts")
+
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             shown = part.get("type") if isinstance(part, dict) else part
             raise RequestError(f"{place}: a part of content is {shown!r}; this engine takes text")
+
     return "".join(part["text"] for part in content)
 
 
@@ -139,6 +143,7 @@ def _arguments(arguments: Any) -> Any:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+
     return parsed if isinstance(parsed, dict) else arguments
 
 

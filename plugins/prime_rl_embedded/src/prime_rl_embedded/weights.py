@@ -27,12 +27,14 @@ def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
     if is_adapter(directory):
         merged = merged_tensors(_base(directory, module), directory)
         return _checked(directory, dict(merged), module)
+
     tensors: dict[str, Tensor] = {}
     for path in _shards(directory):
         for name, tensor in _read_shard(path).items():
             if name in tensors:
                 raise WeightsError(f"{path}: tensor {name!r} is also in another shard")
             tensors[name] = tensor
+
     return _checked(directory, tensors, module)
 
 
@@ -50,6 +52,7 @@ def receive_weights(meeting: BroadcastGroup, member: Member, module: Any) -> dic
             _check_layout("broadcast", like, module)
         except WeightsError as error:
             return str(error)
+
         return None
 
     def take(stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -99,14 +102,18 @@ def _shards(directory: Path) -> list[Path]:
         if not paths:
             raise WeightsError(f"{directory}: no model*.safetensors in it")
         return paths
+
     try:
         names = sorted(set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
-    if outside := [name for name in names if Path(name).name != name]:
+
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
         raise WeightsError(f"{index}: {outside[0]!r} is not the name of a file")
     paths = [directory / name for name in names]
-    if absent := [path.name for path in paths if not path.is_file()]:
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
         raise WeightsError(f"{directory}: shards missing: {', '.join(absent)}")
     return paths
 
@@ -136,11 +143,14 @@ def _tied(module: Any) -> Mapping[str, str]:
 def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any) -> None:
     """Check names, shapes and kinds. ``where``: the source, for messages."""
     wanted = _parameters(module)
-    if missing := sorted(wanted.keys() - tensors.keys() - _tied(module).keys()):
+    missing = sorted(wanted.keys() - tensors.keys() - _tied(module).keys())
+    if missing:
         raise WeightsError(
             f"{where}: {_listed(missing)} missing; the model has {len(wanted)} tensors"
         )
-    if unknown := sorted(tensors.keys() - wanted.keys()):
+
+    unknown = sorted(tensors.keys() - wanted.keys())
+    if unknown:
         raise WeightsError(f"{where}: {_listed(unknown)} not in the model {type(module).__name__}")
     for name, tensor in tensors.items():
         _check(where, name, tensor, wanted[name])

@@ -102,7 +102,8 @@ def merged_tensors(
     ``WeightsError``, before the first tensor is yielded, if the adapter is damaged, incomplete, not
     supported or of another base.
     """
-    base, adapter = ModelFiles(base_dir), read_adapter(adapter_dir)
+    base = ModelFiles(base_dir)
+    adapter = read_adapter(adapter_dir)
     check_base(base, adapter)
     _check_fit(base, adapter)
 
@@ -139,10 +140,13 @@ def read_adapter(directory: Path) -> Adapter:
     with opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         metadata = file.metadata() or {}
+
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise WeightsError(f"{path}: {name!r} holds values that aren't finite numbers")
-    rank, modules = config["r"], config.get("modules_to_save") or []
+
+    rank = config["r"]
+    modules = config.get("modules_to_save") or []
     halves: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -153,13 +157,16 @@ def read_adapter(directory: Path) -> Adapter:
             replaced[name.removeprefix(PREFIX)] = tensor
         else:
             raise WeightsError(f"{path}: {name!r} is not a tensor of a LoRA adapter")
-    if unused := [m for m in modules if not any(_is_within(name, m) for name in replaced)]:
+
+    unused = [m for m in modules if not any(_is_within(name, m) for name in replaced)]
+    if unused:
         raise WeightsError(f"{path}: no tensor of modules_to_save {unused}")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module, layout in _stacks(path, config, metadata).items():
         parts = halves.pop(f"{module}.weight", {})
         pair = _pair(path, f"{module}.weight", parts, rank * layout["num"])
         pairs |= _pairs_of_experts(path, module, pair, layout)
+
     pairs |= {name: _pair(path, name, parts, rank) for name, parts in halves.items()}
     if not tensors:
         raise WeightsError(f"{path}: there is no tensor in it")
@@ -192,6 +199,7 @@ def _stacks(
             "prime-rl says which tensors of a model folder these are, is missing or damaged "
             f"({error}). Merge the adapter with peft and load the model that this makes."
         ) from error
+
     return layouts
 
 
@@ -199,8 +207,10 @@ def _pairs_of_experts(
     path: Path, module: str, pair: tuple[Tensor, Tensor], layout: StackLayout
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """By tensor of the model's folder: the halves of its experts, or of the rows of one."""
-    num, (a, b) = layout["num"], pair
-    a, b = a.view(num, -1, a.shape[1]), b.view(len(b), -1, num).permute(2, 0, 1)
+    num = layout["num"]
+    (a, b) = pair
+    a = a.view(num, -1, a.shape[1])
+    b = b.view(len(b), -1, num).permute(2, 0, 1)
     if layout["transposed"]:  # (B A)^T = A^T B^T
         a, b = b.mT, a.mT
     for name, (first, *shape) in layout["tensors"].items():
@@ -218,9 +228,11 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(regular(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error
+
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise WeightsError(f"{path}: peft_type is {kind!r}, expected 'LORA'")
+
     strange = {
         key: value
         for key, value in config.items()
@@ -234,23 +246,28 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path}: {key} is {value!r}, which merging into the base does not support; expected "
             "it unset. Merge the adapter with peft and load the model that this makes."
         )
+
     for key, kind in (("r", int), ("lora_alpha", (int, float))):
         if not isinstance(config.get(key), kind) or not config[key] > 0:
             raise WeightsError(f"{path}: {key} is {config.get(key)!r}, expected a positive number")
+
     return config
 
 
 def _pair(path: Path, name: str, parts: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     module = _module(name)
-    if missing := {"A", "B"} - parts.keys():
+    missing = {"A", "B"} - parts.keys()
+    if missing:
         raise WeightsError(f"{path}: {module}.lora_{missing.pop()}.weight is missing")
-    a, b = parts["A"], parts["B"]
+    a = parts["A"]
+    b = parts["B"]
     for half, tensor, found in (("A", a, a.shape[0]), ("B", b, b.shape[-1])):
         if tensor.dim() != 2 or found != rank:
             raise WeightsError(
                 f"{path}: {module}.lora_{half}.weight has shape {list(tensor.shape)}, expected "
                 f"rank {rank} ({ADAPTER_CONFIG}: r)"
             )
+
     return a, b
 
 
@@ -270,29 +287,35 @@ def _check_fit(base: ModelFiles, adapter: Adapter) -> None:
     shapes = {n: [*b.shape[:-1], a.shape[-1]] for n, (a, b) in adapter.pairs.items()}
     shapes |= {name: list(tensor.shape) for name, tensor in adapter.replaced.items()}
     for name, shape in shapes.items():
-        if (entry := base.tensors.get(name)) is None:
+        entry = base.tensors.get(name)
+        if entry is None:
             raise WeightsError(
                 f"{where}: it changes {name!r}, which the base {base.directory} does not have"
             )
+
         if entry.dtype not in _FLOATS:
             raise WeightsError(
                 f"{where}: it changes {name!r}, which the base {base.directory} holds as "
                 f"{entry.dtype}; expected one of {', '.join(_FLOATS)}. Merging into quantized "
                 "weights is not supported."
             )
+
         if entry.shape != shape:
             raise WeightsError(
                 f"{where}: it makes {name!r} {shape}, in the base {base.directory} it is "
                 f"{entry.shape}"
             )
+
     for name, tensor in adapter.replaced.items():
         if base.ties_embeddings() and len(tensor) == base.text_config().get("vocab_size"):
             raise WeightsError(
                 f"{where}: modules_to_save replaces {name!r}, which the base {base.directory} ties "
                 "to another matrix (tie_word_embeddings)"
             )
+
     wanted = {name for name in base.tensors if _is_target(name, adapter.target_modules)}
-    if missing := sorted(wanted - adapter.pairs.keys()):
+    missing = sorted(wanted - adapter.pairs.keys())
+    if missing:
         raise WeightsError(
             f"{where}: no adapter for {len(missing)} of the {len(wanted)} modules that its "
             f"target_modules name, first {_module(missing[0])!r}"

@@ -47,6 +47,7 @@ async def read_body(http: HTTPRequest, most: int = MAX_BODY_BYTES) -> bytes:
         raise RequestError(f"the body did not come within {BODY_SECONDS:g} s", 408) from None
     finally:
         _Unread.total -= len(data)
+
     return bytes(data)
 
 

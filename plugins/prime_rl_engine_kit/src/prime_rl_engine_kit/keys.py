@@ -32,11 +32,13 @@ class Keys:
             raise RequestError(
                 "the engine was started without PRIME_RL_ADMIN_KEY: admin is off", 403
             )
+
         given = _bearer(authorization)
         if not given:
             raise RequestError(
                 "admin routes need 'Authorization: Bearer <the run's admin key>'", 401
             )
+
         if not _equal(given, self.admin):
             raise RequestError("this isn't the run's admin key", 403)
 

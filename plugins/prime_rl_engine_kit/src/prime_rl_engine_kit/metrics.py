@@ -114,8 +114,10 @@ class EngineMetrics(Observer):
                 key = f"{engine.number}/{name}"
                 found[name] = count - self._counted.get(key, 0)
                 self._counted[key] = count
+
             for name, value in found.items():
                 metrics[f"inference/{engine.number}/{name}"] = float(value)
+
         return metrics
 
     def of_pages(self) -> dict[str, float]:
@@ -124,17 +126,21 @@ class EngineMetrics(Observer):
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
             metrics |= {f"inference/{name}/{key}": f(values) for key, f in OVER_ENGINES.items()}
+
         if self._before is None or self._now is None or self._now[0] <= self._before[0]:
             return metrics
-        (since, before), (now, totals) = self._before, self._now
+        (since, before) = self._before
+        (now, totals) = self._now
         # A sum falls if an engine restarted or did not answer.
         grown = {name: max(0.0, v - before.get(name, v)) for name, v in totals.items()}
         histograms = {name for page in self._pages for name in page.histograms}
         for name in sorted(grown.keys() - histograms):
             metrics[f"inference/{name}:rate"] = grown[name] / (now - since)
         for name in sorted(n.removesuffix("_sum") for n in histograms if n.endswith("_sum")):
-            if number := grown.get(f"{name}_count"):
+            number = grown.get(f"{name}_count")
+            if number:
                 metrics[f"inference/{name}:mean"] = grown[f"{name}_sum"] / number
+
         self._before = self._now
         return metrics
 
@@ -157,10 +163,12 @@ def parse(text: str) -> Page:
     page = Page()
     tables = {"gauge": page.gauges, "counter": page.counters, "histogram": page.histograms}
     for family in text_string_to_metric_families(text):
-        if (table := tables.get(family.type)) is None:
+        table = tables.get(family.type)
+        if table is None:
             continue
         for sample in family.samples:
             if not sample.name.endswith(("_info", "_created", "_bucket")):
                 name = sample.name.rpartition(":")[2].removesuffix("_total")
                 table[name] = table.get(name, 0.0) + sample.value
+
     return page

@@ -136,9 +136,11 @@ def _shards(directory: Path) -> list[Path]:
             names = set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
-        if outside := [name for name in names if Path(name).name != name]:
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
             raise WeightsError(f"{index}: {outside[0]!r} is not the name of a file")
         paths = sorted(directory / name for name in names)
+
     if not paths:
         raise WeightsError(f"{directory}: no model*.safetensors in it; expected a model folder")
     return paths
@@ -147,10 +149,12 @@ def _shards(directory: Path) -> list[Path]:
 def _header(path: Path) -> dict[str, Entry]:
     """The format: eight bytes with the length of the JSON after them, the JSON, the data."""
     with regular(path).open("rb") as file:
-        length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
         if length > size - 8:
             raise ValueError("it is shorter than it says: no safetensors (of git-lfs?), or cut off")
         table: dict[str, Any] = json.loads(file.read(length))
+
     table.pop("__metadata__", None)
     entries = {
         name: Entry(
@@ -161,6 +165,7 @@ def _header(path: Path) -> dict[str, Entry]:
         )
         for name, entry in table.items()
     }
-    if (end := max((entry.end for entry in entries.values()), default=8 + length)) != size:
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if end != size:
         raise ValueError(f"it is {size} bytes long, and its header says {end}: it is cut off")
     return entries

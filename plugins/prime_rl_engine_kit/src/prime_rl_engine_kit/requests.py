@@ -165,6 +165,7 @@ def decode_update(data: bytes, roots: Sequence[Path] | None, num_workers: int = 
             f"meeting.rank is {meeting.rank} and meeting.world_size {meeting.world_size}; rank 0 "
             f"is the trainer's, and this engine has {num_workers} workers"
         )
+
     if not 0 < meeting.timeout < math.inf:
         raise RequestError(f"meeting.timeout is {meeting.timeout}; it must be finite and above 0")
     for key, folder in (("directory", meeting.directory), ("group", meeting.group)):
@@ -172,6 +173,7 @@ def decode_update(data: bytes, roots: Sequence[Path] | None, num_workers: int = 
             check_inside(folder, roots)
         except WeightsError as error:
             raise RequestError(f"meeting.{key}: {error}") from error
+
     return body
 
 
@@ -221,7 +223,8 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, *, scoring: bool = Fa
     A prompt has to leave room for a token, unless it only is to be scored: what follows its last
     token can be sampled without ever being fed, so it needs no room.
     """
-    length, most = len(token_ids), limits.max_model_len
+    length = len(token_ids)
+    most = limits.max_model_len
     if length == 0:
         raise RequestError("token_ids is empty; a prompt has at least one token")
     if scoring and length > most:
@@ -231,6 +234,7 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, *, scoring: bool = Fa
             f"the prompt has {length} tokens; at most {most - 1} leave room for one more "
             f"(max_model_len is {most})"
         )
+
     if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
         position, token = next(
             (i, t) for i, t in enumerate(token_ids) if not 0 <= t < limits.vocab_size
@@ -249,6 +253,7 @@ def check_sampling(
         if value is not None and value not in neutral:
             shown = reprlib.repr(value)
             raise RequestError(f"{key} is {shown}; this engine doesn't offer it: leave it out")
+
     rules = (
         ("max_tokens", fields.max_tokens, 0, None),
         ("min_tokens", fields.min_tokens, 0, None),
@@ -260,15 +265,18 @@ def check_sampling(
         if number is not None and (number < low or (high is not None and number > high)):
             expected = f"at least {low}" if high is None else f"in [{low}, {high}]"
             raise RequestError(f"{key} is {number}; it must be {expected}")
+
     if fields.max_tokens == 0 and prompt_logprobs is None:
         raise RequestError(
             "max_tokens is 0; it must be at least 1, unless prompt_logprobs are wanted"
         )
+
     stops = fields.stop_token_ids or ()
     if len(stops) > limits.vocab_size:
         raise RequestError(
             f"stop_token_ids has {len(stops)} tokens; the vocabulary has {limits.vocab_size}"
         )
+
     for token in stops:
         if not 0 <= token < limits.vocab_size:
             raise RequestError(

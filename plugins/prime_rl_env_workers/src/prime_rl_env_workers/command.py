@@ -70,7 +70,8 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
     from prime_rl_env_workers.placed import key_of
 
     config = load_config(configs)
-    train, evaluation = config.orchestrator.train, config.orchestrator.eval
+    train = config.orchestrator.train
+    evaluation = config.orchestrator.eval
     every: list[tuple[SourceConfig, dict[str, Any] | None]] = []
     every += [(env, train.harness) for env in train.env]
     every += [(env, evaluation.harness) for env in evaluation.env]
@@ -81,6 +82,7 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
     if chosen not in known:
         names = ", ".join(env.label for env, _ in every)
         raise ConfigError(f"no env {chosen!r} in the config; expected one of: {names}")
+
     table, harness = known[chosen]
     made = WorkerEnvironment(EnvSettings.of(table, default_harness=harness))
     own = table.model_copy(update={"address": ()})

@@ -123,7 +123,8 @@ class WorkerEnvironment(Environment):
         self._shared = shared
         servers: list[Find] = [lambda address=address: address for address in env.address]  # type: ignore[misc]
         servers = servers or ([] if serve_at else placed_workers(env, number))
-        label, forks = self.settings.label, shared.forks
+        label = self.settings.label
+        forks = shared.forks
         self.pool = Pool(label, number, limits, request, forks, servers, serve_at)
 
     async def __aenter__(self) -> Environment:

@@ -124,6 +124,7 @@ class Forks:
         except Exception:  # nobody would hear the end of a worker any more
             log.exception("the answers of the process that forks workers cannot be read")
             process.kill()
+
         how = ending(await process.wait())
         self._process = None
         for fork in [*self._forks.values()]:
@@ -136,6 +137,7 @@ class Forks:
             text = "the process that forks workers wrote %r where its answers go; it is ignored"
             log.warning(text, line[:200])
             return
+
         fork = self._forks.get(answer.id)
         if fork is None:
             return

@@ -38,7 +38,8 @@ from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports, raise_file_limit
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 GRACE_SECONDS = 5.0
 """How long workers may take to close, before they are killed."""
 FIRST_TO_GO = 800
@@ -86,6 +87,7 @@ class ForkServer:
                 self._reap()
             if 0 in ready and not self._read():
                 break
+
         self._end_all()
 
     def _read(self) -> bool:
@@ -98,6 +100,7 @@ class ForkServer:
                 self._send(request["kill"], signal.SIGKILL)
             else:
                 self._fork(request)
+
         return bool(data)
 
     def _fork(self, request: Mapping[str, Any]) -> None:
@@ -113,6 +116,7 @@ class ForkServer:
             for end in (self._wake, self._waker, self._answers, reason, *others):
                 os.close(end)
             _become_worker(request, parent, reason_of_worker)
+
         os.close(reason_of_worker)
         self._children[request["id"]] = Child(pid, reason)
         self._answer(id=request["id"], pid=pid)
@@ -146,6 +150,7 @@ class ForkServer:
         while self._children and time.monotonic() < deadline:
             time.sleep(0.02)
             self._reap()
+
         for worker in self._children:
             self._send(worker, signal.SIGKILL)
         for worker in self._children:
@@ -245,6 +250,7 @@ def main() -> None:
         import verifiers.v1.serve  # noqa: F401
 
         import prime_rl_env_workers.server  # noqa: F401
+
     load_plugins(disabled=sys.argv[1:])
     ForkServer(answers).serve()
 

@@ -64,7 +64,8 @@ def servers_of(
     """The servers of a run's envs: ``each``, and at most one per worker, where ``env_workers`` is a
     number. ``automatic``: by env whose ``env_workers`` is ``auto``, the workers of each server
     (``automatic_shares``). Raises ``RunError`` if there are to be some (``each``), and are none."""
-    config, found = _config(run_dir), list[EnvServer]()
+    config = _config(run_dir)
+    found = list[EnvServer]()
     source = _source(run_dir)
     for start, env in _envs(config):
         workers = _wanted(config, env)
@@ -75,6 +76,7 @@ def servers_of(
             shares = [len(range(server, workers, servers)) for server in range(servers)]
         else:
             shares = [*automatic.get(key_of(env), ())]
+
         for server, share in enumerate(shares):
             name = f"{start}_{server}"
             file = source.with_name(f"{name}.json")
@@ -82,12 +84,14 @@ def servers_of(
             argv += ["--env", key_of(env), "--workers", str(share)]
             argv += ["--port", "0", "--announce", str(file)]
             found.append(EnvServer(name, key_of(env), share, argv, file))
+
     if each and not found:
         raise RunError(
             "servers of environments are to be placed, and no env has workers for them: "
             f"orchestrator.env_workers is {config.orchestrator.env_workers!r}, which for 'auto' "
             "means that the env runs in the orchestrator. Set it to a number."
         )
+
     return found
 
 

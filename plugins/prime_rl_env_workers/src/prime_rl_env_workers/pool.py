@@ -111,9 +111,13 @@ class Pool:
     ) -> None:
         """``request``: what a worker serves. ``servers``: find the addresses of servers, in place
         of workers. ``serve_at``: where each worker listens; empty: at a socket of this user."""
-        self.label, self.limits, self.tally = label, limits, Tally()
-        self._request, self._forks = request, forks
-        self._servers, self._serve_at = servers, serve_at
+        self.label = label
+        self.limits = limits
+        self.tally = Tally()
+        self._request = request
+        self._forks = forks
+        self._servers = servers
+        self._serve_at = serve_at
         self.workers: list[Worker | None] = [None] * (len(servers) or number)
         self.on_change: Callable[[], None] = lambda: None
         self._lives: list[asyncio.Task[None]] = []
@@ -181,7 +185,8 @@ class Pool:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if ready := [each for each in self.workers if each is not None and each.ready]:
+            ready = [each for each in self.workers if each is not None and each.ready]
+            if ready:
                 return min(ready, key=lambda worker: worker.inflight)
             self._came.clear()
             await self._came.wait()
@@ -216,10 +221,12 @@ class Pool:
             try:
                 await self._watch(worker)
             finally:
-                reason, lost = self._reason(worker), worker.inflight
+                reason = self._reason(worker)
+                lost = worker.inflight
                 self.workers[number] = None
                 worker.client.lose(WorkerLost(reason))
                 await worker.client.close()
+
             self.tally = Tally(self.tally.restarts + 1, self.tally.lost + lost, reason)
             self.on_change()
             failed = failed + 1 if worker.instance is None else 0
@@ -228,6 +235,7 @@ class Pool:
                 self._failure = RunError(f"{reason}. It could not start {STARTS} times in a row")
                 self._came.set()
                 return
+
             log.warning("%s. %d rollouts failed with it. It is replaced", reason, lost)
             if useless:
                 await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2.0**useless))
@@ -243,13 +251,16 @@ class Pool:
             while (address := self._servers[number]()) is None:
                 await asyncio.sleep(FIND_SECONDS)
             fork = None
-            name, ended = f"server {address}", asyncio.get_running_loop().create_future()
+            name = f"server {address}"
+            ended = asyncio.get_running_loop().create_future()
         else:
             address = f"ipc://{self._folder.name}/{number}-{os.urandom(3).hex()}"
             if self._serve_at:
                 address = self._serve_at[number]
             fork = await self._forks.start(f"{self.label} {number}", address, self._request)
-            name, ended = f"worker {number}", fork.ended
+            name = f"worker {number}"
+            ended = fork.ended
+
         name = f"env {self.label!r}: {name}"
         worker = Worker(number, name, WorkerClient(address), ended, address, fork)
         self.workers[number] = worker
@@ -295,10 +306,12 @@ class Pool:
                 its = "it was not ready after"
             key = "hang_timeout" if has_started else "start_timeout"
             self._end(worker, f"{its} {limit:g} s (orchestrator.workers.{key})")
+
         if worker.fork is None:
             if self._servers[worker.number]() != worker.address:
                 self._end(worker, "it has ended")
             return
+
         if worker.fork.pid is None:
             return
         with suppress(psutil.Error):

@@ -55,16 +55,19 @@ class WorkerServer(EnvServer):
             raise
         except BaseException as error:  # else nothing would be answered
             raise BadResult(f"it raised {type(error).__name__}: {error}") from error
+
         try:
             changes = DeltaStreamer(lambda: slot.traces, self._unused).diff()
             frames = [pack(delta) for _, delta, _ in changes]
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:1000]
             raise BadResult(f"what it returned cannot be sent: {reason}") from None
+
         for frame in frames:
             if len(frame) > LARGEST:
                 raise BadResult(f"its trace has {len(frame):,} bytes, at most {LARGEST:,} fit")
             await self.frontend.send_multipart([client_id, request_id, b"delta", frame])
+
         summaries = [
             TraceSummary(id=trace.id, nodes=len(trace.nodes), calls=len(trace.calls))
             for trace in episode.traces
@@ -77,7 +80,8 @@ class WorkerServer(EnvServer):
 
 def from_wire(table: Mapping[str, Any]) -> EnvSettings:
     """The settings that ``to_wire`` gave. Raises ``ValidationError``."""
-    renderer, path = table["renderer"], table["tokenizer_path"]
+    renderer = table["renderer"]
+    path = table["tokenizer_path"]
     adapter: TypeAdapter[Any] = TypeAdapter(RendererConfig)
     return EnvSettings(
         **{**table, "tokenizer_path": None if path is None else Path(path)}

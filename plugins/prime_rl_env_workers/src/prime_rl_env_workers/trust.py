@@ -18,7 +18,8 @@ from prime_rl_env_workers.placed import key_of
 
 def not_trusted(config: RunConfig) -> list[str]:
     """Raises ``ConfigError`` if an env cannot be made."""
-    train, evaluation = config.orchestrator.train, config.orchestrator.eval
+    train = config.orchestrator.train
+    evaluation = config.orchestrator.eval
     tables: list[tuple[SourceConfig, dict[str, Any] | None]] = []
     tables += [(env, train.harness) for env in train.env]
     tables += [(env, evaluation.harness) for env in evaluation.env]

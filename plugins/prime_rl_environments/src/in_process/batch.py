@@ -30,7 +30,8 @@ class BatchConnection:
     ) -> None:
         """``root``: the engine's address without ``/v1``. ``timeout``: ``sock_read`` limits one
         request, not a whole batch."""
-        self._session, self._root = session, root
+        self._session = session
+        self._root = root
         self._seconds = timeout.sock_read
         self._timeout = aiohttp.ClientTimeout(total=None, connect=timeout.connect)
         self._waiting: list[Waiting] = []
@@ -54,9 +55,11 @@ class BatchConnection:
         except asyncio.CancelledError:
             self._abort(request.request_id)
             raise
+
         if answer.status != 200:
             text = f"{self._root}{batch.ROUTE}: HTTP {answer.status}: {answer.error}"
             raise ProviderError(text, status_code=answer.status)
+
         return answer
 
     async def close(self) -> None:
@@ -107,6 +110,7 @@ class BatchConnection:
                 reason = (await response.text())[:2000]
                 text = f"{self._root}{batch.ROUTE}: HTTP {response.status}: {reason}"
                 raise ProviderError(text, status_code=response.status)
+
             buffer = bytearray()
             async for data in response.content.iter_any():
                 buffer += data

@@ -39,10 +39,12 @@ def install() -> None:
     """Replace the functions, once per process."""
     if decorators.discover_decorated is marked_methods:
         return
-    signature, hints = per_function(inspect.signature), per_function(get_type_hints)
+    signature = per_function(inspect.signature)
+    hints = per_function(get_type_hints)
     for module in (decorators, session):
         module.inspect = SimpleNamespace(**vars(inspect) | {"signature": signature})
         module.get_type_hints = hints
+
     for module in (decorators, rollout, task, harness):
         module.discover_decorated = marked_methods
     takes_data = pydantic_fields.takes_validated_data_argument
@@ -147,7 +149,8 @@ class _Folder:
     """The folder of one runtime and its views, created by the first use."""
 
     def __init__(self, path: Path, made: bool = False) -> None:
-        self.path, self.made = path, made
+        self.path = path
+        self.made = made
 
     def make(self) -> Path:
         if not self.made:

@@ -71,6 +71,7 @@ class Prompts:
             self._tokens += len(rendered.token_ids)
             while self._tokens > KEPT_TOKENS and len(self._known) > 1:
                 self._tokens -= len(self._known.popitem(last=False)[1].token_ids)
+
         return rendered
 
 
@@ -136,6 +137,7 @@ class FastTrainClient(TrainClient):
             or any(isinstance(message.content, list) for message in turn.prompt)
         ):
             return await super().get_response(dialect, body, sampling, session_id, turn, headers)
+
         request = {
             "model": body["model"],
             "cache_salt": parameters.pop("cache_salt", None),
@@ -151,6 +153,7 @@ class FastTrainClient(TrainClient):
         if isinstance(limit, int) and 0 < limit < len(rendered.token_ids):
             error = OverlongPromptError(prompt_len=len(rendered.token_ids), max_prompt_len=limit)
             raise ProviderError(str(error), status_code=400)
+
         sample = self._generate_in_batch if card.get("generate_batch") else self._generate
         result = await sample(slot.renderer, rendered, tools, request, session_id)
         kinds = slot.renderer.mm_token_type_id_map if is_multimodal(slot.renderer) else None
@@ -160,6 +163,7 @@ class FastTrainClient(TrainClient):
         if malformed and tools and result["finish_reason"] != "length":  # else a limit cut it off
             message = response.raw["choices"][0]["message"]
             message[MALFORMED] = [fault_of(call) for call in malformed]
+
         return response
 
     async def _slot(self, model: str) -> Any:
@@ -179,6 +183,7 @@ class FastTrainClient(TrainClient):
         if not turn.prefix_node_ids:
             messages = [message_to_wire(message) for message in turn.prompt]
             return await self._prompts.render(slot, messages, tools), None
+
         tail = [message_to_wire(message) for message in turn.tail]
         previous = turn.previous_renderer_token_ids() if is_incremental(tail) else None
         if previous is not None:
@@ -189,6 +194,7 @@ class FastTrainClient(TrainClient):
             )
             if bridged is not None:
                 return bridged, turn
+
         return await render(
             slot, [message_to_wire(message) for message in turn.prompt], tools
         ), None
@@ -246,7 +252,8 @@ class FastTrainClient(TrainClient):
 def read_columns(answer: Answer) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities. Raises ``MalformedGenerateResponseError`` unless each token
     has a finite one."""
-    tokens, logprobs = bytes_to_ids(answer.token_ids), bytes_to_logprobs(answer.logprobs)
+    tokens = bytes_to_ids(answer.token_ids)
+    logprobs = bytes_to_logprobs(answer.logprobs)
     if len(tokens) != len(logprobs) or not isfinite(sum(logprobs)):
         raise MalformedGenerateResponseError(
             f"the engine answered {len(tokens)} tokens and {len(logprobs)} logprobs; expected a "

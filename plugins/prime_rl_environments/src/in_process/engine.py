@@ -192,11 +192,13 @@ class EngineConnection:
             raise ProviderError(
                 f"{url}: {type(error).__name__}: {error}", status_code=503
             ) from error
+
         if response.status >= 300:
             reason = content.decode(errors="replace")[:2000]
             raise ProviderError(
                 f"{url}: HTTP {response.status}: {reason}", status_code=response.status
             )
+
         if call is not None:
             call.spans.extend(version_spans(content))
         return Reply(with_token_names(content))

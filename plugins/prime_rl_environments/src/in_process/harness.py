@@ -65,6 +65,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
                 reply = await driver.turn(request)
             except Refused as refusal:
                 return vf.ProgramResult(1, "", str(refusal))
+
             faults = reply.pop(MALFORMED, ())
             calls = reply.get("tool_calls") or ()
             request["messages"].append(reply)
@@ -97,6 +98,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
             if isinstance(error, KeyboardInterrupt) or is_ours:
                 raise
             text = f"error: {type(error).__name__}: {error}"
+
         content = readable(text)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 

@@ -22,7 +22,8 @@ SUPPORTED_VERIFIERS = "0.4.0"
 
 def _check() -> None:
     """Raise ``PluginError`` if this is another version of verifiers."""
-    if (found := version("verifiers")) != SUPPORTED_VERIFIERS:
+    found = version("verifiers")
+    if found != SUPPORTED_VERIFIERS:
         raise PluginError(
             f"harness in-process: found verifiers {found}, expected {SUPPORTED_VERIFIERS}, because "
             f'it uses private names. Run pip install "verifiers=={SUPPORTED_VERIFIERS}", or choose '
@@ -63,7 +64,8 @@ METHODS = ("_handler_for", "acquire", "record_call", "register", "unregister")
 """Methods of ``InterceptionServer`` that we use, besides its attributes ``sessions`` and ``stack``.
 """
 
-if missing := [name for name in METHODS if not hasattr(InterceptionServer, name)]:
+missing = [name for name in METHODS if not hasattr(InterceptionServer, name)]
+if missing:
     raise PluginError(
         f"harness in-process: verifiers' InterceptionServer lacks {', '.join(missing)}. "
         "Reinstall verifiers, or choose another harness."
@@ -77,7 +79,8 @@ _servers: WeakValueDictionary[str, InterceptionServer] = WeakValueDictionary()
 
 def _remember_servers() -> None:
     """Wrap ``register`` and ``unregister`` once, to keep ``_servers`` up to date."""
-    register, unregister = InterceptionServer.register, InterceptionServer.unregister
+    register = InterceptionServer.register
+    unregister = InterceptionServer.unregister
     if hasattr(register, "__wrapped__"):
         return
 

@@ -101,6 +101,7 @@ def answerable(call: ParsedToolCall) -> ParsedToolCall:
         arguments = readable(arguments)
     elif "\\ud" in json.dumps(arguments):  # as text: renderers hands it on as it is
         arguments = readable(json.dumps(arguments, ensure_ascii=False))
+
     return replace(
         call,
         name=readable(name if isinstance(name, str) else json.dumps(name)),
@@ -122,6 +123,7 @@ def levels_of(value: Any) -> int:
                 inner += each
         levels += any(isinstance(each, dict | list) for each in layer)
         layer = inner
+
     return levels
 
 
@@ -142,4 +144,5 @@ def fault_of(call: ParsedToolCall) -> str:
         json.loads(call.raw)
     except ValueError as error:
         return f"it is not valid JSON: {readable(str(error))}"
+
     return "it cannot be read"

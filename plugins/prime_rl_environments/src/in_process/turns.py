@@ -77,7 +77,8 @@ class TurnDriver:
 
     async def turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send one chat request. Returns the assistant's message as JSON. Raises ``Refused``."""
-        agent, number = self.trace.agent.name, len(self.trace.calls)
+        agent = self.trace.agent.name
+        number = len(self.trace.calls)
         with recorded_versions(agent, number, self.run) as versions:
             reply = await (self._call(request) if self.is_plain else self._handle(request))
         if versions:
@@ -98,7 +99,8 @@ class TurnDriver:
     async def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What the handler does where nothing may change a request or a reply: limits and stops,
         the model call, the commit to the trace, the record of the call."""
-        session, trace = self.session, self.trace
+        session = self.session
+        trace = self.trace
         if session.stopped:
             raise refusal(f"rollout stopped: {trace.stop_condition}")
         body = DIALECT.apply_overrides(dict(request), session.ctx.model, session.ctx.sampling)
@@ -107,6 +109,7 @@ class TurnDriver:
             turn = await self._open(asked)
         except ValueError as error:
             raise refusal(str(error)) from error
+
         session.error = failure = response = node = None
         started = time.time()
         try:
@@ -141,12 +144,14 @@ class TurnDriver:
                 usage=response.usage if response else None,
                 error=failure,
             )
+
         message: dict[str, Any] = response.raw["choices"][0]["message"]
         return message
 
     async def _open(self, asked: Any) -> graph.PendingTurn:
         """The turn in the trace's graph, unless a limit or a stop of the task refuses it."""
-        session, trace = self.session, self.trace
+        session = self.session
+        trace = self.trace
         try:
             refused = await session.refused()
         except RolloutError as error:
@@ -156,6 +161,7 @@ class TurnDriver:
             text = f"model boundary hook failed: {type(error).__name__}: {error}"
             session.error = TaskError(text)
             raise refusal(text) from error
+
         if refused is not None:
             raise refusal(f"rollout stopped: {refused}")
         turn = graph.prepare_turn(trace, asked.messages, asked.tools)
@@ -163,6 +169,7 @@ class TurnDriver:
         if session.on_turn_input is not None:
             on_input, session.on_turn_input = session.on_turn_input, None
             on_input()
+
         return turn
 
 

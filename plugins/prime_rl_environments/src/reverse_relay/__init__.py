@@ -121,6 +121,7 @@ class ReverseRelayHarness(InProcessHarness, vf.Harness[ReverseRelayHarnessConfig
             answer = await driver.turn({"model": model, "messages": [work]})
             summary = {"role": "user", "content": str(answer.get("content") or "")}
             messages = [*messages, reply, summary]
+
         return text
 
 

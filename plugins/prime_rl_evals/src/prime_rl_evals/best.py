@@ -27,8 +27,10 @@ class BestCheckpoint:
     link ``checkpoints/best``. Step 0, the first weights, has no checkpoint and no link."""
 
     def __init__(self, metric: str | None, run_dir: Path) -> None:
-        self._metric, self._folder = metric, checkpoints_dir(run_dir)
-        self.step, self.value = 0, float("-inf")
+        self._metric = metric
+        self._folder = checkpoints_dir(run_dir)
+        self.step = 0
+        self.value = float("-inf")
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation of the weights of ``step``. One that lacks the metric decides nothing: its
@@ -37,7 +39,9 @@ class BestCheckpoint:
             return
         value = _value("ckpt.best", self._metric, step, metrics)
         if value is not None and value > self.value:
-            self.step, self.value = step, value
+            self.step = step
+            self.value = value
+
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_text(self._folder / BEST, json.dumps([self.step, step]))
         link = self._folder / f".{LINK}"
@@ -53,8 +57,11 @@ class EarlyStop:
     """Ends the run as Ctrl-C would, once the metric has reached its goal or stopped to rise."""
 
     def __init__(self, config: StopConfig, run_dir: Path) -> None:
-        self._config, self._marker = config, run_dir / STOP
-        self._best, self._step, self._fruitless = float("-inf"), 0, 0
+        self._config = config
+        self._marker = run_dir / STOP
+        self._best = float("-inf")
+        self._step = 0
+        self._fruitless = 0
 
     def measured(self, step: int, metrics: Mapping[str, float], *, may_end: bool) -> None:
         """An evaluation of the weights of ``step``. One that lacks the metric decides nothing."""
@@ -65,9 +72,12 @@ class EarlyStop:
         if value is None:
             return
         if value > self._best:
-            self._best, self._step, self._fruitless = value, step, 0
+            self._best = value
+            self._step = step
+            self._fruitless = 0
         else:
             self._fruitless += 1
+
         reached = config.reach is not None and value >= config.reach
         if may_end and (reached or self._fruitless >= config.patience):
             why = (
@@ -112,6 +122,7 @@ def check(config: RunConfig) -> None:
                 f"envs and intervals { ({name: env.interval for name, env in envs.items()}) }. Set "
                 "the intervals."
             )
+
         name = _name_in(metric, due[0].label) or ""
         if not FORMS.fullmatch(name):
             size = due[0].group_size
@@ -148,6 +159,10 @@ def _value(key: str, metric: str, step: int, metrics: Mapping[str, float]) -> fl
     close = difflib.get_close_matches(metric, usual, n=3, cutoff=0.3)
     log.warning(
         "%s = %r: the evaluation at step %d has %s, so it decides nothing. Close: %s",
-        *(key, metric, step, "no such metric" if value is None else value, ", ".join(close)),
+        key,
+        metric,
+        step,
+        "no such metric" if value is None else value,
+        ", ".join(close),
     )
     return None

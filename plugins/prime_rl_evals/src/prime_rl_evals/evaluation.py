@@ -41,7 +41,9 @@ from prime_rl_evals.rollouts import save_rollouts
 
 log = logging.getLogger(__name__)
 
-BEFORE, DURING, AFTER = "before", "during", "after"
+BEFORE = "before"
+DURING = "during"
+AFTER = "after"
 
 SHARE = 0.25
 """An evaluation may always have this share of the run's slots in flight, beyond training's own."""
@@ -104,7 +106,8 @@ class Evaluation(Observer):
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
         run = self.context = host.shared.run
-        self.policy, self.settings = host.shared.engines.policy, run.config.orchestrator.eval
+        self.policy = host.shared.engines.policy
+        self.settings = run.config.orchestrator.eval
         self.envs = [
             EvalEnv.of(env, self.settings, host.environment(env, self.settings.harness))
             for env in self.settings.env
@@ -116,7 +119,8 @@ class Evaluation(Observer):
         self._began_with = began_with(run.run_dir, run.launch.first_step)
         self._last_seen = self.policy.version
         self._due: asyncio.Queue[tuple[int, list[EvalEnv]]] = asyncio.Queue()
-        self._idle, self._cut = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
+        self._cut = asyncio.Event()
         self._idle.set()
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
@@ -141,7 +145,8 @@ class Evaluation(Observer):
     async def before_training(self) -> None:
         """Evaluate the first weights, unless an earlier attempt has, and make up for evaluations
         that an earlier attempt did not complete."""
-        if unmeasured := self._unmeasured():
+        unmeasured = self._unmeasured()
+        if unmeasured:
             await self._evaluate(BEFORE, unmeasured, self.policy.version)
         last = {env.name: self._began_with for env in self.envs}
         for result in (*self.eval_log.results[BEFORE], *self.eval_log.results[DURING]):
@@ -159,7 +164,8 @@ class Evaluation(Observer):
 
     async def after_training(self) -> None:
         """Evaluate the last weights, unless an attempt that failed later has."""
-        version, before = self.policy.version, self.eval_log.results[DURING]
+        version = self.policy.version
+        before = self.eval_log.results[DURING]
         measured = {each.env for each in before if each.policy_version == version}
         left = [env for env in self.envs if env.name not in measured]
         await self._evaluate(AFTER, left, version)
@@ -196,6 +202,7 @@ class Evaluation(Observer):
             if not self._idle.is_set():  # else it has just ended, and the next one would be cut
                 self._cut.set()
             await self._idle.wait()
+
         self._held += time.perf_counter() - started
 
     # -- one evaluation ---------------------------------------------------------------------------
@@ -204,7 +211,8 @@ class Evaluation(Observer):
         """Sample every rollout of some envs at one version, as many at once as there are slots."""
         jobs = list(jobs_of(envs))
         self._idle.clear()
-        self.total, self.finished = len(jobs), 0
+        self.total = len(jobs)
+        self.finished = 0
         finished: dict[Job, Finished] = {}
         if jobs:  # before the first rollout ends: the watchdog must see that we work
             self._report(when)
@@ -230,7 +238,8 @@ class Evaluation(Observer):
         self, when: str, jobs: Sequence[Job], version: int, finished: dict[Job, Finished]
     ) -> None:
         most = self.context.config.orchestrator.max_inflight
-        waiting, pending = list(reversed(jobs)), set[asyncio.Task[None]]()
+        waiting = list(reversed(jobs))
+        pending = set[asyncio.Task[None]]()
         try:
             while (waiting or pending) and not self._cut.is_set():
                 slots = free_slots(most, self.host.num_inflight())
@@ -270,6 +279,7 @@ class Evaluation(Observer):
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=text)]
         finally:
             self.inflight -= 1
+
         finished[job] = Finished(job.example, of_the_policy(results), results)
         self.finished += 1
         self._report(when)
@@ -285,7 +295,10 @@ class Evaluation(Observer):
         log.warning(
             "the evaluation of version %d is cut short: %d of %d rollouts are left out "
             "(orchestrator.eval.max_hold_seconds = %.0f)%s",
-            *(version, self.total - self.finished, self.total, self.settings.max_hold_seconds),
+            version,
+            self.total - self.finished,
+            self.total,
+            self.settings.max_hold_seconds,
             f"; {len(stuck)} of them do not end" if stuck else "",
         )
 

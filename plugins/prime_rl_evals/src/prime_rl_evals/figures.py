@@ -128,6 +128,7 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
         columns[f"reward/{result.agent}"].append(result.reward)
         for name, value in result.metrics.items():
             columns[name].append(value)
+
     metrics = {name: fmean(values) for name, values in columns.items()}
     return replace(ours[0], reward=fmean(r.reward for r in ours), metrics=metrics)
 
@@ -144,6 +145,7 @@ def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalR
     for result in done:  # each over the rollouts that have it
         for name, value in result.metrics.items():
             metrics[name].append(value)
+
     first = {each.example: each.result for each in reversed(finished)}
     return EvalResult(
         env=env.name,
@@ -204,6 +206,7 @@ def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str
             named[f"all/rewards/{term}"].append(value)
         for stage, seconds in each.result.timing.items():
             named[f"all/timing/{stage}"].append(seconds)
+
     return columns | dict(sorted(named.items()))
 
 
@@ -250,6 +253,7 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
         counts = [(len(rewards), int(sum(rewards))) for rewards in groups if len(rewards) >= k]
         rates[f"pass@{k}"] = fmean(1 - comb(n - c, k) / comb(n, k) for n, c in counts)
         rates[f"pass^{k}"] = fmean(comb(c, k) / comb(n, k) for n, c in counts)
+
     return rates
 
 
@@ -263,6 +267,8 @@ def num_tokens(result: RolloutResult) -> tuple[int, int]:
     for branch in result.branches:
         pairs = zip(branch.node_ids, branch.sampled_mask, strict=True)
         fresh = [sampled for node, sampled in pairs if node not in seen]
-        own, given = own + sum(fresh), given + len(fresh) - sum(fresh)
+        own = own + sum(fresh)
+        given = given + len(fresh) - sum(fresh)
         seen.update(branch.node_ids)
+
     return given, own

@@ -46,7 +46,9 @@ def _rollouts(
                 policy_version=version,
                 temperature=1.0 if (given := job.env.sampling.temperature) is None else given,
             )
-            rollout.episode_id, rollout.task = job.member, result.task_fields
+            rollout.episode_id = job.member
+            rollout.task = result.task_fields
             if not result.ok:
-                rollout.reward, rollout.info = 0.0, {**rollout.info, "error": result.error or ""}
+                rollout.reward = 0.0
+                rollout.info = {**rollout.info, "error": result.error or ""}
             yield rollout, None if result.ok else result.error_type or "failed"

@@ -50,4 +50,5 @@ class Gibberish(Filter):
                     f"has logprob {float(sample.inference_logprobs[position]):.2f} < "
                     f"{threshold:.2f}"
                 )
+
         return None

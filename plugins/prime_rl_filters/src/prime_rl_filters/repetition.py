@@ -45,7 +45,8 @@ class Repetition(Filter):
         pairs = zip(rollout.samples, rollout.sampled_paths, strict=True)
         for sample, (sampled, logprobs) in pairs:
             run = self._certain_run(logprobs[sampled]) if rollout.has_logprobs else None
-            if reason := run or self._repeated_ngrams(sample.token_ids[sampled]):
+            reason = run or self._repeated_ngrams(sample.token_ids[sampled])
+            if reason:
                 return reason
         return None
 
@@ -60,7 +61,8 @@ class Repetition(Filter):
         return f"{longest} sampled tokens in a row with p > {self.config.prob_threshold}"
 
     def _repeated_ngrams(self, tokens: npt.NDArray[np.int32]) -> str | None:
-        limit, size = self.config.ngram_threshold, self.config.ngram_size
+        limit = self.config.ngram_threshold
+        size = self.config.ngram_size
         if limit is None or len(tokens) < size:
             return None
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)

@@ -169,7 +169,10 @@ def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tupl
             # Norms of queries and keys (Qwen3's) leave them in float32, and kernels outside of
             # autocast's lists would run in that.
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
+
         inputs = Inputs(query, key, value, scaling, sliding_window, documents)
         return compute(inputs), None
 
@@ -192,7 +195,10 @@ def _mask(inputs: Inputs) -> Tensor:
 
 
 def _varlen(inputs: Inputs) -> Tensor:
-    query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+    query = inputs.query
+    key = inputs.key
+    value = inputs.value
+    documents = inputs.documents
     window = inputs.window
     if window is not None and window >= documents.longest:
         window = None
@@ -217,6 +223,7 @@ def _varlen(inputs: Inputs) -> Tensor:
         for parts, column in ((keys, key), (values, value)):
             read = column[0].index_select(1, documents.continued_keys)
             parts[num_alone:] = read.split_with_sizes(num_read, 1)
+
     outputs = []
     for (num, num_queries, num_keys), *columns in zip(shapes, queries, keys, values, strict=True):
         q, k, v = (_fold(column, num) for column in columns)
@@ -225,6 +232,7 @@ def _varlen(inputs: Inputs) -> Tensor:
             band = _band(num_queries, num_keys, window or num_keys, query.device)
         output = _attend(q, k, v, band, inputs.scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
+
     return torch.cat(outputs)[None]
 
 
@@ -303,7 +311,8 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
 
     columns = (inputs.query, inputs.key, inputs.value)
     q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
-    offsets, longest = inputs.documents.offsets, inputs.documents.longest
+    offsets = inputs.documents.offsets
+    longest = inputs.documents.longest
     # Before torch 2.12 the function has no such parameter and takes grouped heads as they are.
     grouped: dict[str, Any] = {}
     if "enable_gqa" in _varlen_parameters():
@@ -333,11 +342,13 @@ def _check(module: nn.Module, documents: Documents | None) -> Documents:
             f"model: {type(module).__name__} attends within chunks, which the trainer's attention "
             "does not compute. Train a model without them."
         )
+
     if documents is None:
         raise ConfigError(
             f"model: {type(module).__name__} does not pass on where the documents of a row begin, "
             "which the trainer's attention needs. Train a model that does."
         )
+
     return documents
 
 

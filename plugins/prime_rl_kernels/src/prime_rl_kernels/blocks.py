@@ -34,6 +34,7 @@ def prepare_blocks(model: nn.Module, recomputed: int, compiled: bool, device: to
             f"trainer.activation_checkpointing and trainer.compile work block by block, and "
             f"{type(model).__name__} does not say which modules are its blocks. Set both off."
         )
+
     if compiled:
         check_compiler(device)
     for number, block in enumerate(blocks):
@@ -56,5 +57,6 @@ def check_compiler(device: torch.device) -> None:
         missing = f"a C++ compiler on the path ({', '.join(COMPILERS)})"
     elif device.type == "cuda" and find_spec("triton") is None:
         missing = "triton (pip install triton)"
+
     if missing:
         raise ConfigError(f"trainer.compile needs {missing}. Install it, or set it to false.")

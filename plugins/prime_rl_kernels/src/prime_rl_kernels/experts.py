@@ -18,7 +18,8 @@ class _Rounded:
     """The experts of a layer, with parameters in ``dtype``."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
-        self._experts, self._dtype = experts, dtype
+        self._experts = experts
+        self._dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._experts, name)
@@ -32,7 +33,8 @@ def grouped_mm(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        experts, hidden = _Rounded(experts, dtype), hidden.to(dtype)
+        experts = _Rounded(experts, dtype)
+        hidden = hidden.to(dtype)
     found: Tensor = grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return found
 

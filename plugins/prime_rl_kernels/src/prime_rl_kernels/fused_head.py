@@ -37,7 +37,8 @@ from torch.autograd.function import once_differentiable
 
 from prime_rl_kernels.products import linear
 
-MIN_TOKENS, MIN_VOCAB = 256, 1024
+MIN_TOKENS = 256
+MIN_VOCAB = 1024
 """Blocks narrower than this waste the matrix units."""
 
 
@@ -65,10 +66,18 @@ def fused_logprobs(
         dtype = torch.get_autocast_dtype(kind)
     else:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
+
     apply: Any = _FusedHead.apply
     logprobs, entropies = apply(
-        *(hidden, weight, bias, temperatures, labels[..., None].flatten(1), dtype, block_logits),
-        *(frozen, entropy_gradient),
+        hidden,
+        weight,
+        bias,
+        temperatures,
+        labels[..., None].flatten(1),
+        dtype,
+        block_logits,
+        frozen,
+        entropy_gradient,
     )
     return logprobs.view_as(labels), entropies
 
@@ -92,6 +101,7 @@ class _FusedHead(torch.autograd.Function):
                 _forward_rows(head, rows, None if slopes is None else slopes[rows])
                 for rows in head.row_blocks()
             ]
+
         logprobs, entropies, log_normalizers = map(torch.cat, zip(*parts, strict=True))
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -102,6 +112,7 @@ class _FusedHead(torch.autograd.Function):
             kept = entropies if entropy_gradient else None
             ctx.save_for_backward(*inputs[:5], log_normalizers, kept)
             ctx.settings = inputs[5:]
+
         return logprobs, entropies
 
     @staticmethod
@@ -110,6 +121,7 @@ class _FusedHead(torch.autograd.Function):
         if ctx.frozen:
             (slopes,) = ctx.saved_tensors
             return ((slopes * grad).to(*ctx.settings), *[None] * 8)
+
         *tensors, log_normalizers, entropies = ctx.saved_tensors
         head = _Head(*tensors, *ctx.settings)
         gradients = [
@@ -120,6 +132,7 @@ class _FusedHead(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             for rows in head.row_blocks():
                 _backward_rows(head, rows, grad, entropy, log_normalizers, gradients)
+
         cast = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors[:3], strict=True)
@@ -181,7 +194,8 @@ def _forward_rows(
     hidden = head.hidden[rows].to(head.dtype)
     lowest = torch.finfo(head.sum_dtype).min
     peak = torch.full((len(hidden),), lowest, dtype=head.sum_dtype, device=hidden.device)
-    total, moment = torch.zeros_like(peak), torch.zeros_like(peak)
+    total = torch.zeros_like(peak)
+    moment = torch.zeros_like(peak)
     chosen = torch.zeros_like(head.labels[rows], dtype=head.sum_dtype)
     for words in head.column_blocks():
         columns = head.weight[words].to(head.dtype)
@@ -197,11 +211,13 @@ def _forward_rows(
         peak = higher
         if slopes is not None:
             add_product(slopes.mul_(shrink[:, None]), weights.to(head.dtype), columns)
+
     if slopes is not None:  # softmax @ weight, not yet divided by its normalizer
         chosen_weights = head.weight[head.labels[rows, 0]].to(head.dtype)
         slopes.div_(-total[:, None]).add_(chosen_weights)
         if head.temperatures is not None:
             slopes.div_(head.temperatures[rows, None])
+
     log_normalizer = peak + total.log()
     return chosen - log_normalizer[:, None], total.log() - moment / total, log_normalizer
 
@@ -229,6 +245,7 @@ def _backward_rows(
         if entropy is not None:
             entropies, slopes = (each[rows, None] for each in entropy)
             factor = (log_softmax + entropies).mul_(slopes / -divisor).sub_(total)
+
         of_logits = log_softmax.exp_().mul_(factor)
         places, inside = head.places(rows, words)
         of_logits.scatter_add_(1, places, torch.where(inside, scale, 0.0))

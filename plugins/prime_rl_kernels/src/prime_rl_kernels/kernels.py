@@ -91,10 +91,12 @@ class Varlen(Kernel):
         from prime_rl_kernels.fused_head import fused_logprobs
         from prime_rl_kernels.products import is_plain, pad_rows, product
 
-        kind, fused = hidden.device.type, self.config.fused_lm_head
+        kind = hidden.device.type
+        fused = self.config.fused_lm_head
         if fused == "auto":
             few = FEW_LOGITS.get(kind, FEW_LOGITS["cpu"])
             fused = len(labels) * head.out_features > few
+
         if not (fused or torch.is_autocast_enabled(kind)):
             if not is_plain(hidden, head.weight):
                 return None
@@ -102,6 +104,7 @@ class Varlen(Kernel):
             apply: Any = LogprobAndEntropy.apply
             found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
             return found
+
         block = self.config.lm_head_block or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
         return fused_logprobs(
             hidden, head.weight, head.bias, temperatures, labels, block, entropy_gradient

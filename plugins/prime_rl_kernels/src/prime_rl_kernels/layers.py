@@ -31,6 +31,7 @@ def replace_layers(model: nn.Module) -> None:
         kind: Any = type(module)
         if hasattr(module, "variance_epsilon") and _is_rms_norm(kind):
             module.__class__ = _fast_norm(kind)
+
     for name in sorted({type(module).__module__ for module in model.modules()}):
         namespace = sys.modules.get(name)
         rotate = getattr(namespace, ROTARY, None)
@@ -77,6 +78,7 @@ class RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             slope = (rows @ weight).view_as(scale).mul_(scale**3).div_(x.shape[-1])
             of_x = (grad * weight).mul_(scale).addcmul_(x, slope, value=-1)
+
         return of_x, of_weight, None
 
 
@@ -85,7 +87,8 @@ def _is_rms_norm(kind: Any) -> bool:
     """Whether a norm of this class, with ``weight`` and ``variance_epsilon``, is ``RMSNorm``."""
     if getattr(kind, "_is_fast", False) or kind.__init__ is nn.Module.__init__:
         return False
-    x, weight = torch.linspace(-3, 2, 24).view(2, 12), torch.linspace(0.5, 2, 12)
+    x = torch.linspace(-3, 2, 24).view(2, 12)
+    weight = torch.linspace(0.5, 2, 12)
     norm: Any = SimpleNamespace(weight=weight, variance_epsilon=0.1)
     return _agree(lambda: kind.forward(norm, x), lambda: RMSNorm.apply(x, weight, 0.1))  # type: ignore[no-untyped-call]
 
@@ -131,7 +134,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: tuple[Tensor, Tensor], sign: int) -> Tensor:
     """x cos + sign (x2 sin1, -x1 sin2), with the halves ``sin`` = (sin1, sin2)."""
-    total, (x1, x2) = x * cos, _halves(x)
+    total = x * cos
+    (x1, x2) = _halves(x)
     for part, other, factor, value in zip(
         _halves(total), (x2, x1), sin, (sign, -sign), strict=True
     ):

@@ -63,7 +63,8 @@ def shared_layout(
     blocks, tails = _plan(token_ids, starts, first, last)
     num_blocks = len(blocks)
     total = sum(length for length, _ in blocks) + sum(length for length, _, _ in tails)
-    if padding := padded_rows(total) - total if HAS_ONEDNN else 0:
+    padding = padded_rows(total) - total if HAS_ONEDNN else 0
+    if padding:
         blocks.append((padding, []))  # no target reads it
     rows: list[Ints] = []  # which tokens of the row are computed, in order
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
@@ -74,16 +75,19 @@ def shared_layout(
         rows.append(np.arange(length) + (starts[sharing[0]] if sharing else 0))
         head[sharing] = tail[sharing] = offset
         offset += length
+
     continuations = []
     for (length, prefix), run in groupby(tails, key=lambda found: found[:2]):
         keys = []
         for _, _, sequence in run:
             rows.append(starts[sequence] + prefix + np.arange(length))
             keys += [head[sequence] + np.arange(prefix), offset + np.arange(length)]
-            split[sequence], tail[sequence] = prefix, offset - prefix
+            split[sequence] = prefix
+            tail[sequence] = offset - prefix
             offset += length
         key_index = to_device(np.concatenate(keys), np.int64, device)
         continuations.append(Continuation(len(keys) // 2, length, prefix + length, key_index))
+
     chosen = np.concatenate(rows)
     sources = before + np.where(before < split[owners], head[owners], tail[owners])
     documents = Documents(tuple(length for length, _ in blocks), device, tuple(continuations))
@@ -106,6 +110,7 @@ def _plan(token_ids: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[list[
         start = starts[sequence]
         prompt = token_ids[start : start + first[sequence] + 1].tobytes()
         by_prompt.setdefault(prompt, []).append(sequence)
+
     blocks: list[Block] = []
     tails: list[Tail] = []
     for sharing in by_prompt.values():
@@ -115,4 +120,5 @@ def _plan(token_ids: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[list[
             continue
         blocks.append((end, sharing))
         tails += [(int(last[s]) + 1 - end, end, s) for s in sharing if last[s] >= end]
+
     return sorted(blocks, reverse=True), sorted(tails, reverse=True)

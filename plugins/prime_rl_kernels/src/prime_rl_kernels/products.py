@@ -28,7 +28,8 @@ def _found(name: str) -> Any:
     return getattr(torch.ops.mkldnn, name, None)
 
 
-_operator, _reorder = _found("_linear_pointwise"), _found("_reorder_linear_weight")
+_operator = _found("_linear_pointwise")
+_reorder = _found("_reorder_linear_weight")
 HAS_ONEDNN = _operator is not None
 
 
@@ -84,11 +85,13 @@ class Packed:
         if self._copy is None:
             product = functional.linear(x, self.weight, bias)
             return product if added is None else added + product
+
         rows = pad_rows(x)  # a row alone may be summed in another order
         if added is None:
             product = _operator(rows, self._copy, bias, "none", [], "")
         else:
             product = _operator.binary(rows, pad_rows(added), self._copy, None, "add")
+
         return cast(Tensor, product)[: len(x)]
 
 

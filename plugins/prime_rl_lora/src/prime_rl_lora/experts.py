@@ -60,14 +60,17 @@ def stacked_parameters(model: nn.Module) -> dict[str, Tensor]:
 def layouts_of(model: PreTrainedModel) -> dict[str, StackLayout]:
     """By parameter: how it is stacked, and which tensors of the model's folder it is. ``model``
     has no adapter yet."""
-    found, layouts = stacked_parameters(model), dict[str, StackLayout]()
+    found = stacked_parameters(model)
+    layouts = dict[str, StackLayout]()
     for name, weight in found.items():
         experts: Any = model.get_submodule(name.rpartition(".")[0])
         transposed = experts.is_transposed
         layouts[name] = {"num": len(weight), "transposed": transposed, "tensors": {}}
+
     for piece in pieces_of(model, found):
         first = piece.start // found[piece.source].shape[-1]
         layouts[piece.source]["tensors"][piece.name] = [first, *piece.shape]
+
     return layouts
 
 
@@ -106,6 +109,7 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
         if self.disable_adapters:
             found: Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
             return found
+
         experts = self.get_base_layer()
         first, last = projections(experts)
         tokens, chosen = top_k_index.shape
@@ -121,28 +125,37 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
 
     def _product(self, name: str, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         """[S, O] of the sorted rows ``x`` [S, I], whose experts are ``ids`` [S]."""
-        experts, device = self.get_base_layer(), x.device.type
+        experts = self.get_base_layer()
+        device = x.device.type
         weight: Tensor = getattr(experts, name)
         bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
         # Grouped products are not on autocast's lists.
         half = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if half else weight.dtype
-        x, weight = x.to(dtype), weight.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
         y: Tensor = _grouped_linear(x, weight, offsets, bias, experts.is_transposed)
         for wrapper in wrappers(self):
             if wrapper.parameter_name == name:
                 a, b = (each.to(dtype) for each in stacked_halves(wrapper))
                 low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
                 y = y + wrapper.scaling[wrapper.active_adapter[0]] * low
+
         return y
 
 
 def stacked_halves(wrapper: ParamWrapper) -> tuple[Tensor, Tensor]:
     """A [E, r, I] and B [E, O, r] of a wrapper's parameter, with r padded by zeros."""
-    name, num = wrapper.active_adapter[0], wrapper.num_experts
+    name = wrapper.active_adapter[0]
+    num = wrapper.num_experts
     rank = wrapper.r[name]
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    a, b = a.view(num, rank, -1), b.view(len(b), rank, num).permute(2, 0, 1)
-    if rest := -rank % ALIGNED:
-        a, b = nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b, (0, rest))
+    a = wrapper.lora_A[name].weight
+    b = wrapper.lora_B[name].weight
+    a = a.view(num, rank, -1)
+    b = b.view(len(b), rank, num).permute(2, 0, 1)
+    rest = -rank % ALIGNED
+    if rest:
+        a = nn.functional.pad(a, (0, 0, 0, rest))
+        b = nn.functional.pad(b, (0, rest))
+
     return a, b.contiguous()

@@ -55,10 +55,12 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> Any:
         # In a model of transformers, PEFT would take gate_proj and up_proj of a shared expert for
         # names of an older version, and adapt all experts instead. It looks at the outer module.
         inject_adapter_in_model(peft_config, nn.ModuleList([model]), NAME)
+
     if stacked:
         from prime_rl_lora.experts import install
 
         install(model)
+
     model.eval()
     return peft_config
 
@@ -82,12 +84,14 @@ def _qualified(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 def _stacked(model: PreTrainedModel) -> dict[str, Tensor]:
     from prime_rl_lora.experts import stacked_parameters
 
-    if not (found := stacked_parameters(model)):
+    found = stacked_parameters(model)
+    if not found:
         raise ConfigError(
             f"trainer.lora.experts: {type(model).__name__} has no experts that can have adapters: "
             "expected a mixture whose experts transformers stacks in one parameter and computes by "
             "grouped products. Leave experts out."
         )
+
     return found
 
 
@@ -113,6 +117,7 @@ def _stand_ins(
         # PEFT reads the shape of a stack, which takes no memory like this.
         value = torch.empty(1).expand(weight.shape) if is_stack else torch.empty(0)
         setattr(module, name, nn.Parameter(value))
+
     yield
     for module, name, _, weight in kept:
         setattr(module, name, weight.requires_grad_(getattr(module, name).requires_grad))
@@ -138,6 +143,7 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], saved: Sequen
                 f"trainer.lora.target_modules: no module is called {target!r}; linear ones are "
                 f"called {', '.join(block_linears(model))}"
             )
+
         for name, module in modules.items():
             if module is head or not isinstance(module, nn.Linear) or _matches(name, saved):
                 raise ConfigError(
@@ -199,6 +205,7 @@ def load_adapter(
         check_base(base, saved)
     except WeightsError as error:
         raise ConfigError(f"--resume: {error}") from error
+
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     mine = adapter_tensors(model)
     shapes = [{n: list(t.shape) for n, t in each.items()} for each in (saved.tensors, mine)]
@@ -210,9 +217,11 @@ def load_adapter(
             f"scaling {saved.scaling:g}, expected {scaling:g}; {len(strange)} tensors of another "
             f"shape or missing{f', first {strange[0]!r}' if strange else ''}. Set the table back."
         )
+
     with torch.no_grad():
         for name, parameter in trained.items():
-            value, (module, _, last) = saved.tensors[_in_files(name)], name.rpartition(".")
+            value = saved.tensors[_in_files(name)]
+            (module, _, last) = name.rpartition(".")
             if parameter.is_meta:  # of a module that trains whole, and is still in the base's file
                 value = nn.Parameter(value.to(parameter.dtype))
                 model.get_submodule(module).register_parameter(last, value)

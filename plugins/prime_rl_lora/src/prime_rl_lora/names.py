@@ -34,6 +34,7 @@ def check_names(targets: Sequence[str], saved: Sequence[str], folder: Path) -> N
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in matrices):
             raise _unknown("target_modules", target, matrices, folder)
+
     for end in saved:
         if not any(name.endswith(end) for name in modules):
             raise _unknown("modules_to_save", end, modules, folder)

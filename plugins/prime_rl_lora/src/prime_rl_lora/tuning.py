@@ -84,6 +84,7 @@ class Lora(Tuning):
             from prime_rl_lora.experts import by_module, layouts_of
 
             layouts = layouts_of(model)
+
         self.peft_config = add_lora(model, self.config)
         if self.config.experts:
             self.stacks = by_module(model, layouts)

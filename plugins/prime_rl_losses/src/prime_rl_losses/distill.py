@@ -59,7 +59,8 @@ class ReferenceKL(Loss):
         import torch
 
         assert inputs.ref_logprobs is not None
-        member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
+        member = inputs.loss_mask
+        zero = inputs.trainer_logprobs.new_zeros(())
         log_ratio = torch.where(member, inputs.trainer_logprobs - inputs.inference_logprobs, zero)
         trainer = inputs.trainer_logprobs.detach()
         dropped = member & (trainer.exp() - inputs.inference_logprobs.exp() < -MASK_LOW)
@@ -100,7 +101,8 @@ class TopKL(Loss):
         tokens but the k. Raises ``StreamError`` if the streams have different shapes."""
         import torch
 
-        ours, theirs = inputs.top_logprobs, inputs.streams["top_ref_logprobs"]
+        ours = inputs.top_logprobs
+        theirs = inputs.streams["top_ref_logprobs"]
         assert ours is not None and theirs is not None
         if ours.shape != theirs.shape:
             raise StreamError(
@@ -108,6 +110,7 @@ class TopKL(Loss):
                 f"{tuple(ours.shape)}, expected one logprob per id. Fix the algorithm that assigns "
                 "them."
             )
+
         member = inputs.loss_mask
         q, log_q = _with_rest(torch.where(member[:, None], ours, 0.0))
         p, log_p = _with_rest(torch.where(member[:, None], theirs, 0.0))

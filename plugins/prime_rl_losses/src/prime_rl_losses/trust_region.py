@@ -78,13 +78,15 @@ class TrustRegionLoss(Loss):
         import torch
 
         config = cast(TrustRegionConfig, self.config)
-        member, advantages = inputs.loss_mask, inputs.advantages
+        member = inputs.loss_mask
+        advantages = inputs.advantages
         # Off the mask a ratio may be infinite, and 0 * inf is NaN: use torch.where, not a product.
         zero = inputs.trainer_logprobs.new_zeros(())
         log_ratio = torch.where(member, inputs.trainer_logprobs - inputs.inference_logprobs, zero)
         with torch.no_grad():
             difference = inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()
             dropped = member & self.dropped(difference, advantages)
+
         keep = member & ~dropped
         ratio = torch.where(keep, log_ratio, zero).exp()
         if config.ratio_clip is not None:
@@ -133,7 +135,8 @@ def _metrics(
     """Shares of the member tokens, and the KL estimate (k3: ratio - 1 - log_ratio) of dropped and
     kept tokens."""
     mismatch_kl = log_ratio.expm1() - log_ratio
-    positive, negative = advantages > 0, advantages < 0
+    positive = advantages > 0
+    negative = advantages < 0
 
     def share(of: Tensor, among: Tensor) -> TokenMetric:
         return TokenMetric(of.to(log_ratio.dtype), among)

@@ -112,12 +112,15 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
                     f"{file}: a row has no column {column!r}; its columns are: {', '.join(row)}. "
                     "Set args.question and args.answer."
                 )
-        question, cell = row[config.question], row[config.answer]
+
+        question = row[config.question]
+        cell = row[config.answer]
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(
                 f"{file}: column {config.question!r}: expected a text, the question; found "
                 f"{_shown(question)}. Set args.question."
             )
+
         is_number = isinstance(cell, int | float | Decimal) and not isinstance(cell, bool)
         if isinstance(cell, str):
             answer = cell
@@ -128,6 +131,7 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
                 f"{file}: column {config.answer!r}: expected a text or a number, the answer; found "
                 f"{_shown(cell)}. Set args.answer."
             )
+
         if not is_answer(answer):
             raise ConfigError(
                 f"{file}: column {config.answer!r}: math-verify reads no answer in "
@@ -135,6 +139,7 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
                 "right. Expected a number, a formula, a text with \\boxed{...}, or a solution "
                 "with the answer after ####."
             )
+
         data = MathProblemsData(
             prompt=question,
             system_prompt=config.instructions or None,

@@ -48,6 +48,7 @@ def parsed_gold(answer: str) -> tuple[Any, ...]:
         reading = parsed(form)
         if reading and is_equal(reading, reply):
             return tuple(reading)
+
     return ()
 
 

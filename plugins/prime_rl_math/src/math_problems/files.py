@@ -18,7 +18,8 @@ def local_files(path: Path) -> list[Path]:
     """The file, or the files of a folder in order of their names. Raises ``ConfigError`` if there
     are none."""
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    if found := [file for file in files if file.suffix in SUFFIXES]:
+    found = [file for file in files if file.suffix in SUFFIXES]
+    if found:
         return found
     what = f"{len(files)} files, none of them" if files else "nothing"
     raise ConfigError(f"args.path: at {path} there is {what} .jsonl or .parquet")
@@ -35,6 +36,7 @@ def hub_files(dataset: str, pattern: str) -> list[Path]:
             f"args.dataset: fetching {dataset!r} from the hub failed: {error}. Without a network, "
             "copy its files here and set path."
         ) from error
+
     files = sorted(Path(folder).glob(pattern))
     if not files:
         raise ConfigError(f"args.files: dataset {dataset!r} has no file {pattern!r}")
@@ -52,6 +54,7 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
             ) from error
         yield from parquet.read_table(file).to_pylist()
         return
+
     # Not ``splitlines`` of the text: it also splits at U+2028, which a text in JSON may have.
     for number, line in enumerate(file.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
         if not line.strip():

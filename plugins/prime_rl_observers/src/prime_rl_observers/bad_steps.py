@@ -85,6 +85,7 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
         compared = np.zeros(len(micro_batch), np.bool_)
         compared[row.origins[ratio_tokens(row, trainer.losses)]] = True
         found += _offenders(rank, number, row, logprobs, micro_batch, compared)
+
     parallel.reshard(trainer.policy)
     gathered = parallel.gather([asdict(offender) for offender in _worst(found)])
     return _worst([Offender(**fields) for part in gathered for fields in part])
@@ -104,7 +105,8 @@ def _offenders(
 ) -> list[Offender]:
     """Of each sequence that trains anything. ``compared`` [T]: tokens that compare π with μ.
     Columns are in the micro batch's own order."""
-    pi, mu = np.empty(len(micro_batch), np.float32), micro_batch.inference_logprobs
+    pi = np.empty(len(micro_batch), np.float32)
+    mu = micro_batch.inference_logprobs
     pi[row.origins] = logprobs.float().cpu().numpy()
     trained = np.zeros(len(micro_batch), np.bool_)
     trained[row.origins[row.targets.cpu().numpy()]] = True
@@ -112,6 +114,7 @@ def _offenders(
     for stream in (micro_batch.advantages, micro_batch.ref_logprobs):
         if stream is not None:
             bad |= ~np.isfinite(stream)
+
     with np.errstate(invalid="ignore"):
         gap = np.where(compared, np.abs(pi - mu), 0.0)
     advantages = 0.0 if micro_batch.advantages is None else np.abs(micro_batch.advantages)
@@ -135,4 +138,5 @@ def _offenders(
                     advantage=largest_advantage,
                 )
             )
+
     return found

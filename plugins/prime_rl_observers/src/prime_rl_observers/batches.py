@@ -101,9 +101,11 @@ class BatchMetrics(Observer):
 
     def take_metrics(self) -> Mapping[str, float]:
         """Of the batch that was sent."""
-        if (batch := self._batch) is None:
+        batch = self._batch
+        if batch is None:
             return {}
-        recent, now = self.recent, time.perf_counter()
+        recent = self.recent
+        now = time.perf_counter()
         stale = sum(reason == STALE for reason in batch.dropped.values())
         decided = [_ended(each, batch.dropped.get(id(each))) for each in batch.seen if each.is_live]
         live = [rollout for rollout in batch.kept if rollout.is_live]
@@ -129,14 +131,17 @@ class BatchMetrics(Observer):
             "off_policy/dropped": float(recent.cancelled.total() + stale),
             **self._progress.step(batch.seen),
         }
-        envs, seconds = sorted({rollout.env for rollout in batch.seen}), now - recent.started
+        envs = sorted({rollout.env for rollout in batch.seen})
+        seconds = now - recent.started
         self._console.step(batch.step, metrics | {"time/step": seconds}, envs)
-        self._batch, self.recent = None, SinceLastStep()
+        self._batch = None
+        self.recent = SinceLastStep()
         return metrics
 
 
 def _ended(rollout: Rollout, dropped: str | None) -> Ended:
-    tokens, turns = rollout.num_trainable_tokens, rollout.num_turns
+    tokens = rollout.num_trainable_tokens
+    turns = rollout.num_turns
     lost = "age" if dropped == STALE else None
     return Ended(rollout.env, lost, tokens, turns, rollout.reward)
 

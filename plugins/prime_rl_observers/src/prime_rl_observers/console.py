@@ -32,7 +32,8 @@ class Console(TrainerObserver):
 
 def console_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """``Step 3/180 | 0.71s | Loss ...``: one step."""
-    mfu, memory = metrics.get("perf/mfu"), metrics.get("perf/peak_memory")
+    mfu = metrics.get("perf/mfu")
+    memory = metrics.get("perf/peak_memory")
     return " | ".join(
         [
             f"Step {step}/{max_steps}",

@@ -75,7 +75,8 @@ class DeviceUsage(TrainerObserver):
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Look up the model's operations and the device's peak."""
-        self._device, self._cost = trainer.device, model_cost(trainer.model)
+        self._device = trainer.device
+        self._cost = model_cost(trainer.model)
         self._peak = peak_flops(trainer.device, trainer.dtype)
 
     def row_trained(self, step: int, *, row: PackedRow, **_: object) -> None:
@@ -191,7 +192,8 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     windows = {"sliding_attention": window, "full_attention": None}
-    if other := set(kinds or ()) - windows.keys():
+    other = set(kinds or ()) - windows.keys()
+    if other:
         raise ValueError(f"it has layers of another kind ({', '.join(sorted(other))})")
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     reach = [window] * len(layers) if kinds is None else [windows[kind] for kind in kinds]
@@ -199,9 +201,11 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
     for layer in layers:  # Gemma 4's differ in it
         heads = layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        if keys := getattr(layer, "qk_head_dim", None):  # DeepSeek's keys are wider than values
+        keys = getattr(layer, "qk_head_dim", None)
+        if keys:  # DeepSeek's keys are wider than values
             size = (keys + layer.v_head_dim) / 2
         widths.append(int(heads * size))
+
     return list(zip(reach, widths, strict=True))
 
 

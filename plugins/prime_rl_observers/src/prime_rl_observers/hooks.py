@@ -49,7 +49,8 @@ class HookWatch(Observer):
 
     async def run(self) -> None:
         """Look until cancelled."""
-        loop, thread = asyncio.get_running_loop(), threading.get_ident()
+        loop = asyncio.get_running_loop()
+        thread = threading.get_ident()
         self._beat = time.monotonic()
         looking = threading.Thread(target=self._look, args=(loop, thread), daemon=True)
         looking.start()

@@ -91,7 +91,8 @@ class LossChecks(TrainerObserver):
         from prime_rl.trainer import parallel
 
         trainer = self._trainer
-        inputs_finite, found = True, set[str]()
+        inputs_finite = True
+        found = set[str]()
         for micro_batch in micro_batches:
             with torch.no_grad():
                 row, logprobs, entropies, computed = trainer.forward(micro_batch)
@@ -101,6 +102,7 @@ class LossChecks(TrainerObserver):
                 given = (logprobs, entropies, computed)
                 if inputs_finite and not _is_finite(row, name, share, trainer.losses, *given):
                     found.add(_source(trainer.losses[name]))
+
         parallel.reshard(trainer.policy)
         gathered = parallel.gather((inputs_finite, sorted(found)))
         if not all(finite for finite, _ in gathered):
@@ -130,7 +132,8 @@ def mean_or_sum(
     """``sum``, ``mean`` or ``neither``; None if the row does not tell."""
     import torch
 
-    share, lengths = row.shares[name], row.lengths
+    share = row.shares[name]
+    lengths = row.lengths
     sequences = [list(share.sequences)]
     if losses[name].scope == "sequence":
         sequences = [[s] for s in share.sequences]
@@ -146,16 +149,19 @@ def mean_or_sum(
                 _value(_alone(row, name, part, owners), losses, logprobs, entropies, name)
                 for part in parts
             )
+
         size = TOLERANCE * (abs(whole) + abs(a) + abs(b))
         if not math.isfinite(size) or size == 0:
             continue
-        n, m = len(tokens), len(tokens) - first
+        n = len(tokens)
+        m = len(tokens) - first
         is_sum = abs(a + b - whole) <= size
         is_mean = abs(first * a + m * b - n * whole) <= n * size
         if is_sum != is_mean:
             return "sum" if is_sum else "mean"
         if not is_sum:
             return "neither"
+
     return None
 
 
@@ -215,5 +221,6 @@ def _is_finite(
         alone = replace(row, shares={name: share})
         loss = _row_loss(alone, name, losses, leaves[0], leaves[1], further).loss
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+
     found = [loss, *(each for each in gradients if each is not None)]
     return all(bool(torch.isfinite(each).all()) for each in found)

@@ -78,6 +78,7 @@ def describe_rollouts(rollouts: Sequence[Rollout], name: str) -> Reduced:
         for kind, terms in (("rewards", rollout.rewards), ("metrics", rollout.metrics)):
             for term, value in terms.items():
                 columns.setdefault(f"{kind}/{term}", []).append(value)
+
     metrics: Reduced = {
         f"{name}/is_truncated/mean": _mean(rollout.is_truncated for rollout in rollouts),
         f"{name}/samples_per_rollout/mean": _mean(columns["num_branches"]),
@@ -107,7 +108,8 @@ def outcome_metrics(
     metrics: Reduced = {}
     for label, counters in by_label(outcomes):
         ended = sum(counters, Counter[str]())
-        number, name = ended.total(), f"train/{label}/all"
+        number = ended.total()
+        name = f"train/{label}/all"
         if not number:
             continue
         errors = {kind: n for kind, n in sorted(ended.items()) if kind.startswith("error/")}
@@ -117,6 +119,7 @@ def outcome_metrics(
             f"{name}/cancelled/mean": ended["cancelled"] / number,
             **{f"{name}/{kind}": float(n) for kind, n in errors.items()},
         }
+
     return metrics
 
 
@@ -142,11 +145,14 @@ def lost_metrics(ended: Sequence[Ended]) -> Reduced:
         for reason in ("age", "failure", "time") if members else ():
             share = sum(each.lost == reason for each in lost) / len(members)
             metrics[f"lost/{label}/{reason}"] = share
+
         for name in Ended._fields[2:] if lost else ():
             for kind, some in (("lost", lost), ("dispatched", members)):
                 values = [getattr(each, name) for each in some]
-                if known := [value for value in values if value is not None]:
+                known = [value for value in values if value is not None]
+                if known:
                     metrics[f"{kind}/{label}/{name}/mean"] = _mean(known)
+
     return metrics
 
 
@@ -162,6 +168,7 @@ def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = 
         if kinds:
             for kind in ("none", "all", "some"):
                 metrics[f"train/{label}/{subset}/solved_{kind}"] = kinds[kind] / kinds.total()
+
     return metrics
 
 
@@ -179,6 +186,7 @@ def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None]
     if known:
         metrics |= mean_and_max([own for _, own in known], "off_policy/in_flight")
         metrics |= mean_and_max([age - own for age, own in known], "off_policy/in_queue")
+
     for age, count in sorted(Counter(staleness).items()):
         metrics[f"off_policy/behind/{age}"] = count / len(staleness)
     return metrics
@@ -211,6 +219,7 @@ def timing_metrics(
                 columns[stage].append(seconds)
         for stage, values in columns.items():
             metrics |= describe(values, f"train/{label}/{subset}/timing/{stage}")
+
     return metrics
 
 

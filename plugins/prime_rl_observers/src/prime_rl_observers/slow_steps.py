@@ -46,12 +46,15 @@ class SlowSteps(TrainerObserver):
         logger.warning(
             "step %d: waiting for the orchestrator's batch for %.1f s, and a step takes %.1f s "
             "(median). Its status and log say what it waits for.",
-            *(step, seconds, self._usual),
+            step,
+            seconds,
+            self._usual,
         )
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of a slow step; the checkpoint at its end counts."""
-        seconds, usual = metrics["time/step"] + metrics["time/save_ckpt"], self._usual
+        seconds = metrics["time/step"] + metrics["time/save_ckpt"]
+        usual = self._usual
         self._seconds.append(seconds)
         if seconds < SLOW_FACTOR * usual:
             return

@@ -33,7 +33,9 @@ class StepFile(TrainerObserver):
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
-        self._interval, self._shortened, self._steps = 1, 0, 0
+        self._interval = 1
+        self._shortened = 0
+        self._steps = 0
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Read the interval from the run's config."""
@@ -54,14 +56,17 @@ class StepFile(TrainerObserver):
             if parallel.rank() or before.st_size < 2 * self._shortened:
                 return
             lines = self._path.read_text().splitlines(keepends=True)
-            old, new = lines[:-NEWEST], lines[-NEWEST:]
+            old = lines[:-NEWEST]
+            new = lines[-NEWEST:]
             shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             shorter.write_text("".join([*(self.short(line) for line in old), *new]))
             if self._path.stat().st_ino != before.st_ino:  # another attempt has gone back
                 shorter.unlink()
                 return
+
             shorter.replace(self._path)
-            self._shortened, self._steps = self._path.stat().st_size, 0
+            self._shortened = self._path.stat().st_size
+            self._steps = 0
 
     def short(self, line: str) -> str:
         """A line without details, unless its step keeps them."""

@@ -98,7 +98,8 @@ class TokenExport(TrainerObserver):
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Where the steps go."""
-        self._directory, self._losses = run_dir / "token_exports", trainer.losses
+        self._directory = run_dir / "token_exports"
+        self._losses = trainer.losses
         self._export: StepExport | None = None
 
     def row_trained(
@@ -131,7 +132,8 @@ class TokenExport(TrainerObserver):
     def _begin(self, step: int) -> StepExport:
         from prime_rl.trainer import parallel
 
-        rank, directory = parallel.rank(), self._directory / f"step_{step}"
+        rank = parallel.rank()
+        directory = self._directory / f"step_{step}"
         # An earlier attempt at the step may have left files, of this rank or another.
         parallel.on_main(partial(shutil.rmtree, directory, ignore_errors=True))
         return StepExport(step, rank, directory / f"rank_{rank}.{self.config.format}")
@@ -141,7 +143,9 @@ class StepExport:
     """The export of one step. It is left out if the disk refuses, and the run goes on."""
 
     def __init__(self, step: int, rank: int, path: Path) -> None:
-        self.step, self.rank, self.path = step, rank, path
+        self.step = step
+        self.rank = rank
+        self.path = path
         self._writer: JsonLines | Parquet
         self._error: str | None = None
         self._micro_step = 0
@@ -178,6 +182,7 @@ class StepExport:
             }
             own = slice(bounds[index], bounds[index + 1])
             rows.append(facts | {name: v and v[own] for name, v in lists.items()})
+
         self._micro_step += 1
         self._num_sequences += len(rows)
         self._try(lambda: self._writer.write(rows))
@@ -191,6 +196,7 @@ class StepExport:
         if self.rank == 0 and not errors:
             self._try((self.path.parent / STABLE).touch)
             errors = [self._error] if self._error else []
+
         if self.rank == 0 and errors:
             logger.error("step %d: no token export, the run goes on: %s", self.step, errors[0])
             shutil.rmtree(self.path.parent, ignore_errors=True)
@@ -227,14 +233,17 @@ def token_columns(
         inference = _only(row.inference_logprobs, compared)
         log_ratio = trainer - inference
         with np.errstate(over="ignore", invalid="ignore"):
-            ratio, difference = np.exp(log_ratio), np.exp(trainer) - np.exp(inference)
+            ratio = np.exp(log_ratio)
+            difference = np.exp(trainer) - np.exp(inference)
             mismatch_kl = np.expm1(log_ratio) - log_ratio
         own |= zip(RATIOS, (mismatch_kl, log_ratio, ratio, difference), strict=True)
+
     own |= _masks(calls, len(trainer))
     found: dict[str, Column | None] = {name: getattr(micro_batch, name, None) for name in COLUMNS}
     for name, column in own.items():  # they are in the row's order
         found[name] = packed = np.empty_like(column)
         packed[row.origins] = column
+
     return found
 
 
@@ -255,6 +264,7 @@ def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
                 found = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
                 column = masks.setdefault(field, np.full(num_tokens, np.nan))
                 column[call.tokens] = np.fmax(column[call.tokens], found)
+
     return masks
 
 

@@ -24,18 +24,23 @@ class Watchdog(Observer):
     async def run(self) -> None:
         """Look once a second. Raises ``RunError``."""
         shared = self.host.shared
-        timeout, seen, since = shared.run.config.orchestrator.weights_timeout, None, self._clock()
+        timeout = shared.run.config.orchestrator.weights_timeout
+        seen = None
+        since = self._clock()
         while True:
-            version, last = shared.engines.policy.version, shared.run.status.last
+            version = shared.engines.policy.version
+            last = shared.run.status.last
             now = version, last.state, last.waiting_for
             if now != seen or self._is_working():
-                seen, since = now, self._clock()
+                seen = now
+                since = self._clock()
             elif self._clock() - since > timeout:
                 raise RunError(
                     f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): "
                     f"{last.state}, waiting for {last.waiting_for}. The engines have version "
                     f"{version}. See logs/latest/trainer.log."
                 )
+
             await asyncio.sleep(LOOK_SECONDS)
 
     def _is_working(self) -> bool:

@@ -92,7 +92,8 @@ class Muon(Optimizer):
 
     def _step_in_shards(self, matrix: DTensor, group: dict[str, Any]) -> None:
         """Momentum in shards, the update whole; each rank applies its shard."""
-        gradient, momentum = matrix.grad, group["momentum"]
+        gradient = matrix.grad
+        momentum = group["momentum"]
         assert gradient is not None
         state = self.state[matrix]
         if "momentum_buffer" not in state:

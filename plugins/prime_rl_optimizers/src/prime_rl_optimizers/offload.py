@@ -41,6 +41,7 @@ class OffloadedAdamW(Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
                     devices.add(parameter.device)
+
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -51,6 +52,7 @@ class OffloadedAdamW(Optimizer):
             state["step"] = torch.tensor(0.0)
             for name in MOMENTS:
                 state[name] = _on_host(parameter)
+
         state["step"] += 1
         step = torch.full((), float(state["step"]), device=parameter.device)
         assert parameter.grad is not None
@@ -60,7 +62,12 @@ class OffloadedAdamW(Optimizer):
             moments = [each.to(weights.device, non_blocking=True) for each in kept]
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
-                *([weights], [gradient], [moments[0]], [moments[1]], [], [step]),
+                [weights],
+                [gradient],
+                [moments[0]],
+                [moments[1]],
+                [],
+                [step],
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,

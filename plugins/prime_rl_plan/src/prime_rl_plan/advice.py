@@ -29,6 +29,7 @@ def trainer_changes(plan: Plan) -> Iterator[Change]:
         while ranks <= most:
             yield "trainer.num_ranks", str(ranks)
             ranks *= 2
+
     if "lora" not in config.trainer.settings:
         yield "trainer.lora.rank", "16"
         yield RATE, "1e-4"
@@ -74,7 +75,9 @@ def advise(plan: Plan, again: Callable[[list[Change]], Plan]) -> tuple[list[Chan
             except ConfigError:  # it does not go with the rest of the config
                 continue
             changes[key] = value
+
         if not fits(found):
             return [], found
         plan = found
+
     return list(changes.items()), plan

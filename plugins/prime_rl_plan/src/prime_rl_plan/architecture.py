@@ -24,13 +24,15 @@ def architecture(config: RunConfig) -> dict[str, Any]:
     if (folder / "config.json").is_file():
         return _read((folder / "config.json").read_text("utf-8"))
     name = config.model.name
-    if (cached := _of_hub_cache(name)) is not None:
+    cached = _of_hub_cache(name)
+    if cached is not None:
         return _read(cached.read_text("utf-8"))
     base = name.rpartition("/")[2]
     known = sorted((each.name.removesuffix(".json") for each in SHIPPED.iterdir()), key=len)
     for each in reversed(known):
         if base == each or base.startswith(f"{each}-"):
             return _read((SHIPPED / f"{each}.json").read_text("utf-8"))
+
     raise ConfigError(
         f"model.name: {name!r} is not on this machine, and its architecture is not one that plan "
         f"knows ({', '.join(known)}). Put its config.json into a folder, and set model.name to it."

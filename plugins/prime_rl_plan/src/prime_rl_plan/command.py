@@ -58,6 +58,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(show.as_table(found)))
         raise typer.Exit(0 if found.fits else 1)
+
     for line in [*show.lines(found), *(f"note       {note}" for note in notes)]:
         typer.echo(line)
     typer.echo(show.verdict(found))

@@ -86,6 +86,7 @@ def parse(spec: str) -> Machines:
             f"--gpus {spec!r}: expected COUNTxNAME-GB or MACHINESxCOUNTxNAME-GB, such as 8xH100-80 "
             f"or 2x8xH100-80; the known names are {', '.join(sorted(names.values()))}"
         )
+
     name = names[key]
     memory, float32, bandwidth, link = SHEETS[name]
     size = int(found[4] or memory)
@@ -117,6 +118,7 @@ def here() -> Machines:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return Machines()
+
     lines = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
     for name in SHEETS:
         if lines and re.search(rf"\b{name}\b", lines[0][0]):
@@ -126,4 +128,5 @@ def here() -> Machines:
                 key=lambda sold: abs(MIB[name, sold] - mebibytes),
             )
             return replace(parse(f"{len(lines)}x{name}-{size}"), memory=mebibytes * 2**20)
+
     return Machines()

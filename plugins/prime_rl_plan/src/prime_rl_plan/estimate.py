@@ -142,7 +142,10 @@ def estimate(
     facts = Facts(config, engine, machines, table, measured, ranks, rows)
     served, concurrency = engine_side(facts)
     return Plan(
-        *(config, machines, places, trainer_side(facts)),
+        config,
+        machines,
+        places,
+        trainer_side(facts),
         engine=served if num_engines(config) else None,
         host=host(facts),
         tokens=config.orchestrator.batch_size * config.seq_len,
@@ -222,7 +225,8 @@ def trainer_side(facts: Facts) -> Side:
         parts["publish buffer"] = facts.measured["largest"] * 4.0
     parts["reserve"] = CONTEXT + FRAGMENTATION * total
     limit = facts.machines.memory - facts.other_context
-    if copy := copy_to_send(facts, limit - sum(parts.values())):
+    copy = copy_to_send(facts, limit - sum(parts.values()))
+    if copy:
         parts["copy of the weights to send (rank 0)"] = copy
     return Side(parts, limit, sum(parts.values()))
 
@@ -246,7 +250,8 @@ def copy_to_send(facts: Facts, free: float) -> float:
 def engine_side(facts: Facts) -> tuple[Side, int]:
     """One GPU of an engine, and how many of the longest samples its KV holds. Keys of vLLM's names
     (``gpu_memory_utilization``) are read from any engine's table."""
-    machines, settings = facts.machines, facts.engine.config.model_dump()
+    machines = facts.machines
+    settings = facts.engine.config.model_dump()
     spread = facts.engine.num_gpus if machines.count else 1
     weights = facts.weights * facts.size / spread
     longest = facts.config.inference.max_model_len or facts.config.seq_len
@@ -254,6 +259,7 @@ def engine_side(facts: Facts) -> tuple[Side, int]:
     if not machines.count:
         parts = {"weights": weights, "KV": sample * facts.in_flight}
         return Side(parts, math.inf, sum(parts.values())), facts.in_flight
+
     share = float(settings.get("gpu_memory_utilization") or UTILIZATION)
     limit = min(share * machines.memory, machines.memory - CONTEXT - facts.other_context)
     room = share * machines.memory - weights - ENGINE_RUNTIME
@@ -274,27 +280,33 @@ def host(facts: Facts) -> Parts:
     if not (entries("prime_rl.weight_readers") and (facts.ranks > 1 or half)):
         parts["ranks read the model (float32)"] = 4.0 * facts.weights * local
     held = facts.measured["peaks"]["update"]
-    if moments := held.get(ON_HOST, 0):
+    moments = held.get(ON_HOST, 0)
+    if moments:
         parts[ON_HOST] = float(moments * local)
     if facts.config.weight_broadcast.as_files and not facts.adapts:
         share = facts.measured["published"] / facts.config.deployment.trainer_nodes
         copies = 2.0 * share * SIZES[facts.config.trainer.publish_dtype]
         parts["weights on their way to files (two copies at most)"] = copies
+
     table = facts.config.weight_broadcast
     if table.type == "gloo" and not facts.adapts and table.settings.get("overlap", "auto"):
         size = facts.measured["published"] * SIZES[facts.config.trainer.publish_dtype]
         parts["copy of the weights to send (rank 0)"] = float(size)
+
     if facts.config.deployment.colocated:
         state = held.get("weights", 0) + held.get("optimizer", 0)
         parts["trainer's state while engines sample"] = float(state * local)
         asleep = facts.weights * facts.size * facts.config.inference.replicas
         parts["engines' weights while they sleep"] = asleep
+
     return parts
 
 
 def times(facts: Facts, concurrency: int) -> dict[str, float]:
     """Seconds by a roofline: nothing is faster. Empty without a GPU."""
-    config, machines, costs = facts.config, facts.machines, facts.measured["costs"]
+    config = facts.config
+    machines = facts.machines
+    costs = facts.measured["costs"]
     if not machines.count:
         return {}
     wire = machines.link if config.deployment.trainer_nodes == 1 else NETWORK
@@ -310,7 +322,9 @@ def times(facts: Facts, concurrency: int) -> dict[str, float]:
 def sampling_seconds(facts: Facts, concurrency: int) -> float:
     """All samples of a batch, each ``seq_len`` long: prefill by operations, decoding by the bytes
     of weights and KV that each token of a batch reads."""
-    config, machines, size = facts.config, facts.machines, facts.size
+    config = facts.config
+    machines = facts.machines
+    size = facts.size
     if config.inference.base_url is not None or not concurrency:
         return 0.0
     spread = facts.engine.num_gpus

@@ -58,6 +58,7 @@ def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
             "torch.Tensor.is_cuda": property(lambda tensor: True),
             "torch.cuda.get_device_capability": lambda *a: (9, 0),
         }
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for name, answer in answers.items():
@@ -71,7 +72,8 @@ def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
 def fake_ranks(size: int) -> Iterator[None]:
     """Rank 0 of ``size``. All ranks say what rank 0 says. One rank has a group of its own only if
     the trainer makes one."""
-    make_mesh, join = init_device_mesh, dist.init_process_group
+    make_mesh = init_device_mesh
+    join = dist.init_process_group
 
     def mesh(*args: Any, **options: Any) -> Any:
         with unset_fake_temporarily():  # ranks have values

@@ -29,7 +29,8 @@ def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     and for GPUs that stay idle."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     try:
-        launcher, engine = build_launcher(config, hooks), build_engine(config, hooks)
+        launcher = build_launcher(config, hooks)
+        engine = build_engine(config, hooks)
         config, notices = with_publish_dtype(config, engine)
         if launcher.is_remote or not launcher.num_gpus():
             return config, notices
@@ -37,6 +38,7 @@ def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
         gpus = gpus_of(config, launcher)
     except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
         return config, []
+
     return config, [*notices, *more, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
 
 
@@ -44,14 +46,17 @@ def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, li
     """The config with ``trainer.publish_dtype`` of the engine, and a notice of that, if it leaves
     the key open. An engine without a dtype of its own serves in that of the model's folder.
     Adapters are not rounded."""
-    trainer, hooks = config.trainer, load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    trainer = config.trainer
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     open_here = "publish_dtype" not in trainer.model_fields_set and not config.inference.base_url
     if not open_here or make_tuning(trainer.settings, hooks) is not None:
         return config, []
-    if (served := engine.dtype) is None:
+    served = engine.dtype
+    if served is None:
         with suppress(ConfigError):  # a model that this machine does not know yet
             table = architecture(config)
             served = table.get("dtype") or table.get("torch_dtype")
+
     if served != "bfloat16":
         return config, []
     rounded = trainer.model_copy(update={"publish_dtype": "bfloat16"})
@@ -66,7 +71,8 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
     decided = config.deployment.model_fields_set & KEYS or inference.base_url is not None
     if decided or config.trainer.device == "cpu":
         return config, []
-    num_gpus, earlier = launcher.num_gpus(), num_engines(config) - inference.replicas
+    num_gpus = launcher.num_gpus()
+    earlier = num_engines(config) - inference.replicas
     # Engines that take turns read weights as files, and are those of the policy only.
     can_share = "sleep" not in engine.lacks and not earlier and config.weight_broadcast.as_files
     if num_gpus == 1 and can_share:
@@ -74,6 +80,7 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
         why = "engine and trainer take turns on the only GPU"
         notice = f"deployment.colocated = true: {why}"
         return config.model_copy(update={"deployment": shared}), [notice]
+
     if num_gpus > 1 and "replicas" not in inference.model_fields_set:
         left = num_gpus - (config.trainer.num_ranks or 1)
         replicas = max(left // engine.num_gpus - earlier, 1)
@@ -81,6 +88,7 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
             more = inference.model_copy(update={"replicas": replicas})
             notice = f"inference.replicas = {replicas}: engines on the GPUs that do not train"
             return config.model_copy(update={"inference": more}), [notice]
+
     return config, []
 
 

@@ -50,7 +50,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, pairs: float, rounds: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.pairs, self.rounds = pairs, rounds
+        self.pairs = pairs
+        self.rounds = rounds
         self.region = OUTSIDE
         self.charges = False
         """Operations cost something now."""
@@ -76,7 +77,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _allocate(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self.live or not size:
             return
         if self.rounds:
@@ -108,6 +110,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             peak["total"] = self.total
             peak["activations"] = peak.get("activations", 0) + more
             return
+
         kinds = dict(self.owned())
         parts: Counter[str] = Counter(total=self.total)
         for key, (size, kind) in self.live.items():
@@ -127,8 +130,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten._local_scalar_dense.default:
                 of = first.dtype
                 return True if of == torch.bool else 1.0 if of.is_floating_point else 1
-            if (chosen := _depends_on_values(func, args)) is not None:
+            chosen = _depends_on_values(func, args)
+            if chosen is not None:
                 return chosen
+
         result = func(*args, **(kwargs or {}))
         if not _is_fake(result):
             return result
@@ -140,6 +145,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = self._kind(func, read)
             for each in fresh:
                 self._allocate(each, kind)
+
         if self.charges and not func.is_view:
             self._charge(func, name, read, made)
         return result
@@ -149,18 +155,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = self.live.get(read[0].untyped_storage()._cdata, (0, ""))[1]
             if source in ("weights", "gathered"):
                 return "rounded"
+
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_globals.get("__name__") in HEAD:
                 return "logits"
             frame = frame.f_back  # type: ignore[assignment]
+
         return "activations"
 
     def _charge(self, func: Any, name: str, read: list[Tensor], made: list[Tensor]) -> None:
         moved = float(sum(_bytes(each) for each in (*read, *made)))
         dtype = str((read or made)[0].dtype).removeprefix("torch.") if read or made else ""
         if func.namespace == "c10d":
-            dtype, twice = "network", 1 + (name == "allreduce_")
+            dtype = "network"
+            twice = 1 + (name == "allreduce_")
             moved = float(twice * max((_bytes(each) for each in read), default=0))
         self.costs[self.region, name, dtype, self._flops(func, name, read, made), moved] += 1
 
@@ -169,9 +178,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             query = read[1 if "backward" in name else 0]
             products = 5 if "backward" in name else 2
             return products * 2.0 * self.pairs * query.shape[-2] * query.shape[-1]
+
         if name == "_grouped_mm":  # each row of the left factor meets one expert
-            left, right = read[0], read[1]
+            left = read[0]
+            right = read[1]
             return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
         count = flop_registry.get(func.overloadpacket)
         try:
             return float(count(*read, out_val=made[0])) if count and name in PRODUCTS else 0.0
@@ -203,6 +215,7 @@ def _depends_on_values(func: Any, args: Any) -> Tensor | None:
         if masks:
             rows = masks[0].numel()
             return first.new_empty((rows, *first.shape[masks[0].dim() :]))
+
     return None
 
 
@@ -212,6 +225,7 @@ def owners(policy: nn.Module, optimizers: Iterable[Any]) -> Iterator[tuple[int, 
         yield _key(parameter), "weights"
         if parameter.grad is not None:
             yield _key(parameter.grad), "gradients"
+
     for buffer in policy.buffers():
         yield _key(buffer), "weights"
     for optimizer in optimizers:
@@ -220,10 +234,12 @@ def owners(policy: nn.Module, optimizers: Iterable[Any]) -> Iterator[tuple[int, 
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {}).values()
                 yield from ((_key(each), kind) for each in state if torch.is_tensor(each))
+
     for module in policy.modules():
         for each in _sharded(module):
             gathered = [*each.all_gather_outputs]
-            if (whole := getattr(each, "_unsharded_param", None)) is not None:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is not None:
                 gathered.append(whole)
                 if whole.grad is not None:
                     yield _key(whole.grad), "gradients"

@@ -51,7 +51,8 @@ def make_row(
 ) -> MicroBatch:
     """A row of samples whose tokens, all but the first, are targets of ``component``. The ids are
     spread over the vocabulary: on a CPU, memory that no token reaches would not be taken."""
-    tokens, samples = sum(lengths), len(lengths)
+    tokens = sum(lengths)
+    samples = len(lengths)
     mask = np.concatenate([np.arange(length) > 0 for length in lengths])
     values = mask.astype(np.float32)
     columns: dict[str, Any] = {name: values for name in streams if name in STREAMS}
@@ -61,6 +62,7 @@ def make_row(
     if component != "rl":
         columns["rl_weights"] = 0 * values
         (columns if f"{component}_weights" in STREAMS else others)[f"{component}_weights"] = values
+
     return MicroBatch(
         token_ids=(np.arange(tokens) * max(vocab // tokens, 1) % vocab).astype(np.int32),
         loss_mask=mask,
@@ -122,20 +124,25 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
             continue
         hook = partial(watch, region)
         handles.append(blocks[number].register_forward_pre_hook(hook, with_kwargs=True))
-    head, clip = logprobs.token_logprobs, optim.clip_gradients
+
+    head = logprobs.token_logprobs
+    clip = optim.clip_gradients
     with (
         mock.patch.object(policy_module, "token_logprobs", entering("top", head)),
         mock.patch.object(update, "clip_gradients", entering("update", clip)),
     ):
         yield
+
     for handle in handles:
         handle.remove()
-    ledger.region, ledger.charges = OUTSIDE, False
+    ledger.region = OUTSIDE
+    ledger.charges = False
 
 
 def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Peaks by region and kind, and costs, of one training step with so many layers."""
-    gpu, half = request["gpu"], request["half"]
+    gpu = request["gpu"]
+    half = request["half"]
     settings = {
         **request["trainer"],
         "device": "cpu",
@@ -148,6 +155,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             "share_prompts": False,
             "lm_head_block": settings.get("lm_head_block") or BLOCK,
         }
+
     hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig.model_validate(settings)
     lengths = lengths_of(request["row_tokens"], request["seq_len"])
@@ -169,7 +177,10 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
         resized = lambda storage, size: ledger.resize(storage, size)  # noqa: E731  # as a method
         with ledger, mock.patch("torch.UntypedStorage.resize_", resized):
             trainer = Trainer(
-                *(model, losses, config, 10),
+                model,
+                losses,
+                config,
+                10,
                 kernel=make_kernel(config, hooks),
                 maker=make_optimizer(config.optim, hooks),
             )
@@ -183,6 +194,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             rows = [*[short] * (request["rows"] > 1), full]  # the last finds gradients
             with regions(ledger, trainer, len(rows)):
                 trainer.train_step(2, rows)
+
         published = published_tensors(trainer.model)
         sizes = [tensor.numel() for tensor in published.values()]
         return {
@@ -233,6 +245,7 @@ def _summed(costs: Sequence[Sequence[Any]], roofline: Mapping[str, float]) -> di
         sums[f"{part}_seconds"] += number * max(flops / peak, moved / roofline["bytes"])
         sums[f"{part}_flops"] += flops * number
         sums[f"{part}_bytes"] += moved * number
+
     return dict(sums)
 
 

@@ -59,6 +59,7 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
         check(config)
     except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
         notes += [f"here prime-rl run would refuse it: {line}" for line in str(error).splitlines()]
+
     hooks = load_plugins(disabled=config.plugins.disabled)
     notes += weight_notes(config, hooks)
     engine = build_engine(config, hooks)
@@ -67,6 +68,7 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
         ranks = config.trainer.num_ranks or config.deployment.trainer_nodes
         places = _on_machines(config, engine, ranks, machines)
         return Placed(config, hooks, engine, ranks, places, notes)
+
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
     engines = gpus.engines or [()] * num_engines(config)
@@ -88,7 +90,8 @@ def _on_machines(
 ) -> list[tuple[str, str]]:
     """Ranks on the first machines, an equal share on each; engines on the GPUs that are left, none
     over two machines. Raises ``ConfigError`` if they do not suffice."""
-    nodes, share = config.deployment.trainer_nodes, ranks // config.deployment.trainer_nodes
+    nodes = config.deployment.trainer_nodes
+    share = ranks // config.deployment.trainer_nodes
     free = [list(range(machines.count)) for _ in range(machines.nodes)]
     places = []
     for node in range(nodes):
@@ -97,8 +100,10 @@ def _on_machines(
                 f"trainer.num_ranks: {ranks} ranks on {nodes} machines, and there are "
                 f"{machines.nodes} machines of {machines.count} GPUs. Give --gpus more, or lower it"
             )
-        own, free[node] = free[node][:share], free[node][share:]
+        own = free[node][:share]
+        free[node] = free[node][share:]
         places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, own)))
+
     for number in range(num_engines(config)):
         roomy = [n for n, left in enumerate(free) if len(left) >= engine.num_gpus]
         if not roomy:
@@ -106,9 +111,12 @@ def _on_machines(
                 f"inference.replicas: no machine has {engine.num_gpus} GPUs left for engine "
                 f"{number}. Lower it, or the engine's tensor parallelism, or give --gpus more"
             )
+
         node = roomy[0]
-        own, free[node] = free[node][: engine.num_gpus], free[node][engine.num_gpus :]
+        own = free[node][: engine.num_gpus]
+        free[node] = free[node][engine.num_gpus :]
         places.append((_numbered("inference", number), _at(node, own)))
+
     idle = [f"{node}: {_gpus(tuple(left))}" for node, left in enumerate(free) if left]
     if idle:
         places.append(("idle", "machine " + "; ".join(idle)))

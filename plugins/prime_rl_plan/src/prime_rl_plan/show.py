@@ -11,7 +11,8 @@ from prime_rl_plan.estimate import Plan, Side, kinds
 
 def lines(plan: Plan) -> Iterator[str]:
     """For the terminal: what starts, memory, tokens, time, bytes."""
-    machines, measured = plan.machines, plan.measured
+    machines = plan.machines
+    measured = plan.measured
     billions = measured["weights"] / 1e9
     trained = measured["trained"] / 1e9
     part = f", {trained:.3g}B of them trained" * (trained < billions)
@@ -24,11 +25,13 @@ def lines(plan: Plan) -> Iterator[str]:
     for name, place in plan.places:
         what = f" ({engine})" * name.startswith("inference")
         yield f"process    {name}{what}: {place}"
+
     yield from _side("trainer", "of each rank", plan.trainer)
     if plan.engine is not None:
         yield from _side("engine", "of each GPU", plan.engine)
         longest = plan.config.inference.max_model_len or plan.config.seq_len
         yield f"           KV of {plan.concurrency:,} samples of {longest:,} tokens per engine"
+
     yield f"host       of each machine: {_parts(plan.host) or 'one or two GiB per process'}"
     yield (
         f"step       at most {plan.tokens:,} tokens, {plan.rows} row{'s' * (plan.rows > 1)} of "
@@ -42,6 +45,7 @@ def lines(plan: Plan) -> Iterator[str]:
             f"{machines.bandwidth / 1e9:,.0f} GB/s memory, {machines.link / 1e9:,.0f} GB/s link "
             "(makers' data sheets), every sample as long as seq_len"
         )
+
     yield f"update     {plan.update / 2**20:,.0f} MiB per version to each engine"
 
 

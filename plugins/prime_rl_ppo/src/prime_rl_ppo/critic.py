@@ -71,8 +71,10 @@ class ValueHead(Head):
 
     def prepare(self, inputs: HeadInputs) -> Mapping[str, Floats]:
         """Advantages and returns of one rollout; 0.0 off its trainable tokens."""
-        config, mask = cast(ValueHeadConfig, self.config), inputs.loss_mask
-        values, rewards = inputs.outputs[mask], inputs.streams["rewards"][mask]
+        config = cast(ValueHeadConfig, self.config)
+        mask = inputs.loss_mask
+        values = inputs.outputs[mask]
+        rewards = inputs.streams["rewards"][mask]
         columns = {name: np.zeros(len(mask)) for name in self.writes}
         columns["advantages"][mask] = gae(rewards, values, config.gamma, config.gae_lambda)
         columns["old_values"][mask] = values
@@ -82,7 +84,8 @@ class ValueHead(Head):
 
 def gae(rewards: npt.ArrayLike, values: npt.ArrayLike, gamma: float, gae_lambda: float) -> Floats:
     """The advantage of each step of one episode, [C]; ``rewards`` and ``values`` [C]."""
-    r, v = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    r = np.asarray(rewards, np.float64)
+    v = np.asarray(values, np.float64)
     advantages = r + gamma * np.append(v[1:], 0.0) - v
     for t in reversed(range(len(v) - 1)):
         advantages[t] += gamma * gae_lambda * advantages[t + 1]
@@ -112,7 +115,8 @@ class ValueLoss(Loss):
         """Metrics: the squared error, the value, the return, and the share that is clipped."""
         import torch
 
-        config, member = cast(ValueLossConfig, self.config), inputs.loss_mask
+        config = cast(ValueLossConfig, self.config)
+        member = inputs.loss_mask
         values, old, returns = (
             inputs.streams[name] for name in ("values", "old_values", "returns")
         )
@@ -122,6 +126,7 @@ class ValueLoss(Loss):
         if config.clip_eps is not None:
             near = values.clamp(old - config.clip_eps, old + config.clip_eps)
             kept = torch.maximum(error, (near - returns).square())
+
         terms = config.coef * kept
         if inputs.loss_weights is not None:
             terms = terms * inputs.loss_weights

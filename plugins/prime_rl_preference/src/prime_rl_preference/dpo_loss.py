@@ -51,9 +51,11 @@ class DPOLoss(Loss):
         """One group. Metrics: beta h, and whether the chosen rollout is ahead."""
         import torch
 
-        preference, reference = inputs.streams["preference"], inputs.initial_logprobs
+        preference = inputs.streams["preference"]
+        reference = inputs.initial_logprobs
         assert preference is not None and reference is not None
-        member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
+        member = inputs.loss_mask
+        zero = inputs.trainer_logprobs.new_zeros(())
         sign = torch.where(member, preference, zero)
         gains = torch.where(member, inputs.trainer_logprobs - reference, zero)
         margin = cast(DPOConfig, self.config).beta * (sign * gains).sum()
@@ -61,6 +63,7 @@ class DPOLoss(Loss):
         if inputs.loss_weights is not None:
             total = torch.where(member, inputs.loss_weights, zero).sum()
             whole = whole * total / member.sum().clamp(min=1)
+
         metrics = {"margin": margin.detach(), "accuracy": (margin.detach() > 0).float()}
         return LossOutputs(-torch.nn.functional.logsigmoid(margin) * whole, metrics)
 

@@ -43,8 +43,12 @@ class OnlineDPO(Algorithm):
         """
         from torch.nn.functional import logsigmoid
 
-        r, p, size = outcomes.rewards, outcomes.sampled, outcomes.group_size
-        most, below = (r <= r[:, None]).double() @ p, (r < r[:, None]).double() @ p  # F, f: [K]
+        r = outcomes.rewards
+        p = outcomes.sampled
+        size = outcomes.group_size
+        # F, f: [K]
+        most = (r <= r[:, None]).double() @ p
+        below = (r < r[:, None]).double() @ p
         pairs = (
             (most[:, None] - below) ** size
             - (below[:, None] - below) ** size
@@ -61,7 +65,8 @@ class OnlineDPO(Algorithm):
     def score_group(self, group: Group) -> None:
         """Mark the pair, +1 and -1; the other rollouts train nothing."""
         rewards = [rollout.reward for rollout in group]
-        best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+        best = rewards.index(max(rewards))
+        worst = rewards.index(min(rewards))
         if at_least(rewards[worst], rewards[best]):
             best = worst
         for index, rollout in enumerate(group):

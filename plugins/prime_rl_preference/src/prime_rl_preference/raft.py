@@ -40,12 +40,14 @@ class RAFT(Algorithm):
 
         No claim where all replies are kept, or none: nothing is learned there.
         """
-        rewards, least = outcomes.rewards, self.config.min_reward
+        rewards = outcomes.rewards
+        least = self.config.min_reward
         if least is None:  # no sibling is better
             kept = (rewards <= rewards[:, None]).double() @ outcomes.sampled
             kept = kept ** (outcomes.group_size - 1)
         else:
             kept = (rewards >= least).double()
+
         if kept.min() == kept.max():
             return None
         return (outcomes.sampled * kept * outcomes.log_probabilities).sum()

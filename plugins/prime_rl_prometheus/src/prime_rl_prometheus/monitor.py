@@ -51,6 +51,7 @@ class PrometheusMonitor(Monitor):
                 f"monitors.prometheus: cannot listen on {config.host}:{config.port}: {error}. "
                 "Set another port, or port = 0 for a free one."
             ) from error
+
         log.info("prometheus: %s/metrics", self.url)
 
     @property
@@ -70,6 +71,7 @@ class PrometheusMonitor(Monitor):
             }
         elif source == "batch":
             gauges["prime_rl_step"] = (float(step), "Step of the last batch")
+
         self._page.replace(source, step, gauges)
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ class Agent:
                     f"{needed} does not exist on node {socket.gethostname()}. The environment, "
                     "the run directory and the model must be on every node under the same path."
                 )
+
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
         there = partial(popen, cwd=cwd) if os.path.isdir(cwd) else None
         address = str(ray.util.get_node_ip_address())
@@ -88,7 +89,8 @@ class Agent:
     ) -> None:
         """Run a server, which writes to ``file`` when it is ready, and start it again when it
         ends. If it ends ``STARTS`` times in a row before, ``file`` gets the reason."""
-        failed, announced = 0, Path(file)
+        failed = 0
+        announced = Path(file)
         argv = [*argv, "--host", str(ray.util.get_node_ip_address())]
         while failed < STARTS:
             announced.unlink(missing_ok=True)
@@ -96,6 +98,7 @@ class Agent:
             if isinstance(result, str):
                 return give_up(announced, result)
             failed = 0 if announced.exists() else failed + 1
+
         last = "".join(self._child.last_lines(1)) if self._child is not None else ""
         give_up(announced, f"{name} ended {STARTS} times before it was ready: {last} ({log})")
 
@@ -124,6 +127,7 @@ def interface_of(address: str) -> str | None:
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
+
     return None
 
 

@@ -65,9 +65,11 @@ class RayProcess(Process):
         except RayError as error:
             self._why = f"its Ray actor failed: {_first_line(error)}"
             return 1
+
         if isinstance(result, str):
             self._why = result
             return 1
+
         return int(result)
 
     def last_lines(self, count: int = 15) -> list[str]:
@@ -135,6 +137,7 @@ class Cluster:
                     self._kill(task.name)
                 self._started.pop(task.name, None)
                 self._agents[task.name] = _agent(*self._rooms[task.name], task)
+
         apart = [task for task in tasks if task.apart and task.name not in self._rooms]
         others = [task for task in tasks if not task.apart and task.name not in self._rooms]
         rooms: list[tuple[PlacementGroup, list[Task]]] = []
@@ -143,12 +146,14 @@ class Cluster:
                 room = placement_group([_bundle(task) for task in group], strategy=strategy)
                 self._groups.append(room)
                 rooms.append((room, group))
+
         for room, group in rooms:
             self._await_room(room, group, tell)
         for room, group in rooms:
             for index, task in enumerate(group):
                 self._rooms[task.name] = (room, index)
                 self._agents[task.name] = _agent(room, index, task)
+
         return self._places(tasks)
 
     def _await_room(
@@ -165,7 +170,8 @@ class Cluster:
     def _places(self, tasks: Sequence[Task]) -> dict[str, Place]:
         """Where the agents are. An agent that dies is started again: Ray takes seconds to notice
         that a node is lost, and to move the placement group."""
-        deadline, found = time.monotonic() + START_SECONDS, dict[str, Place]()
+        deadline = time.monotonic() + START_SECONDS
+        found = dict[str, Place]()
         while left := [task for task in tasks if task.name not in found]:
             asked = [self._agents[task.name].place.remote(task.num_ports) for task in left]
             for task, answer in zip(left, asked, strict=True):
@@ -181,6 +187,7 @@ class Cluster:
                         ) from error
                     time.sleep(POLL_SECONDS)
                     self._agents[task.name] = _agent(*self._rooms[task.name], task)
+
         return found
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
@@ -193,8 +200,13 @@ class Cluster:
         needs = [str(path) for path in command.needs]
         env = self._forwarded() | dict(command.env)
         running = agent.run.remote(
-            *(task.name, list(command.argv), env, str(command.log)),
-            *(os.getcwd(), needs, FILE_SECONDS),
+            task.name,
+            list(command.argv),
+            env,
+            str(command.log),
+            os.getcwd(),
+            needs,
+            FILE_SECONDS,
         )
         self._started[task.name] = RayProcess(task.name, command.log, agent, running)
         return self._started[task.name]
@@ -202,10 +214,11 @@ class Cluster:
     def keep(self, server: EnvServer, command: ProcessCommand) -> None:
         """Have the server's agent keep its process. ``command``: the orchestrator's."""
         env = server.environment(self._forwarded() | dict(command.env))
-        argv, log = list(server.argv), command.log.with_name(f"{server.name}.log")
+        argv = list(server.argv)
+        log = command.log.with_name(f"{server.name}.log")
         needs = [str(path) for path in command.needs]
         self._kept[server.name] = self._agents[server.name].keep.remote(
-            *(server.name, argv, env, str(log), os.getcwd(), needs, FILE_SECONDS, str(server.file))
+            server.name, argv, env, str(log), os.getcwd(), needs, FILE_SECONDS, str(server.file)
         )
 
     def _forwarded(self) -> dict[str, str]:

@@ -106,8 +106,10 @@ class ReasoningGymConfig(vf.TasksetConfig):
             raise ValueError("levels share num_examples among them: set num_examples")
         for name, each in self.generators.items():
             for level in self.chosen_levels:
-                if reason := settings_error(name, each.settings, level):
+                reason = settings_error(name, each.settings, level)
+                if reason:
                     raise ValueError(reason)
+
         return self
 
     @property
@@ -146,11 +148,15 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
 
     @vf.reward
     async def package_score(self, trace: vf.Trace) -> float:
-        place, answer = Place(**self.data.place), self.answer_in(trace)
+        place = Place(**self.data.place)
+        answer = self.answer_in(trace)
         try:
-            reward, failed = score(place, answer), 0.0
+            reward = score(place, answer)
+            failed = 0.0
         except Exception:  # a reply that the package's scorer cannot read is a wrong reply
-            reward, failed = 0.0, 1.0
+            reward = 0.0
+            failed = 1.0
+
         trace.record_metrics({"exact": float(at_least(reward, 1.0)), "scorer_error": failed})
         return reward
 
@@ -174,7 +180,8 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
 
     def load(self) -> Iterator[ReasoningGymTask]:
         config = self.config
-        count, levels = config.num_examples, config.chosen_levels
+        count = config.num_examples
+        levels = config.chosen_levels
         if count is None:
             return self.rows_of(levels[0])
         ends = [count * place // len(levels) for place in range(len(levels) + 1)]
@@ -185,7 +192,8 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
 
     def rows_of(self, level: int | None) -> Iterator[ReasoningGymTask]:
         """Endless rows of one level; a weighted draw picks the task of each."""
-        config, generators = self.config, self.config.generators
+        config = self.config
+        generators = self.config.generators
         streams = {
             name: rows(name, each.settings, level, config.seed, config.split)
             for name, each in generators.items()
@@ -220,6 +228,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
                 )
             reply = answer if self.config.task.answer == "reply" else f"<answer>{answer}</answer>"
             turns += [user(place), {"role": "assistant", "content": reply}]
+
         return turns
 
 

@@ -52,10 +52,13 @@ def settings_error(task: str, settings: Mapping[str, Any], level: int | None) ->
         close = difflib.get_close_matches(task, NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"tasks are: {', '.join(NAMES)}"
         return f"reasoning-gym has no task {task!r}; {hint}"
+
     known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
-    if unknown := sorted(set(settings) - known):
+    unknown = sorted(set(settings) - known)
+    if unknown:
         found = f"task {task!r} has no setting {unknown[0]!r}"
         return f"{found}; its settings are: {', '.join(sorted(known)) or 'none'}"
+
     if level is not None and task not in CURRICULA:
         return f"task {task!r} has no curriculum, so levels cannot be set; use settings"
     try:
@@ -63,6 +66,7 @@ def settings_error(task: str, settings: Mapping[str, Any], level: int | None) ->
     except (AssertionError, TypeError, ValueError) as error:
         at = "" if level is None else f" at level {level}"
         return f"task {task!r} refuses its settings{at}: {error}"
+
     return None
 
 
@@ -79,7 +83,8 @@ def rows(
     seeds = random.Random(f"{task} {seed}")
     empty = 0
     while empty < MAX_BLOCKS_WITHOUT_A_ROW:
-        block_seed, found = seeds.getrandbits(31), 0
+        block_seed = seeds.getrandbits(31)
+        found = 0
         for index in range(BLOCK):
             place = Place(task, text, level, block_seed, index)
             try:
@@ -89,7 +94,9 @@ def rows(
             if split_of(question) == split:
                 found += 1
                 yield place
+
         empty = 0 if found else empty + 1
+
     raise ConfigError(
         f"task {task!r} with settings {text}: {MAX_BLOCKS_WITHOUT_A_ROW * BLOCK} entries have no "
         f"{split!r} row, because too few questions differ. Use settings that allow more questions."
@@ -135,6 +142,7 @@ def _config(task: str, settings: str, level: int | None, seed: int) -> Any:
         curriculum = CURRICULA[task]()
         curriculum.set_global_level(level)
         config = dataclasses.replace(curriculum.generate_configuration({"seed": seed}), **own)
+
     if hasattr(config, "validate"):  # two configs have none
         config.validate()
     return config

@@ -88,7 +88,8 @@ class NamedRenderer(PackageRenderer):
 
     def check(self, model: str) -> None:
         """Raises ``ConfigError`` on fields that the package's config does not have."""
-        if fields := self.config.model_dump():  # else not worth the import, which takes seconds
+        fields = self.config.model_dump()
+        if fields:  # else not worth the import, which takes seconds
             self.build(model, fields)
 
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:

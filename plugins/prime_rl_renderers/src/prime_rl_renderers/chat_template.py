@@ -82,7 +82,9 @@ def choose(
     for template in candidates:
         found = list(_differences(tokenizer, template, expected))
         if best is None or len(found) < len(differences):
-            best, differences = template, found
+            best = template
+            differences = found
+
     return best, differences[0] if differences else None
 
 
@@ -99,7 +101,8 @@ def _try_prompt(renderer: Any, example: Example) -> list[int] | None:
 def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
     """Tokens of the last prompt of a rollout like ``example``. A thought in it was sampled: the
     renderer may keep it where a fresh render would not. None: this renderer samples no thoughts."""
-    messages, tools = list(example.messages), example.tools
+    messages = list(example.messages)
+    tools = example.tools
     whole: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
     last = max((i for i, each in enumerate(messages) if "reasoning_content" in each), default=None)
     if last is None:
@@ -111,7 +114,8 @@ def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
         return None
     while replied[-1] not in stops:  # the template's line break is not sampled
         replied.pop()
-    completion, following = replied[len(prompt) :], messages[last + 1 :]
+    completion = replied[len(prompt) :]
+    following = messages[last + 1 :]
     bridged = renderer.bridge_to_next_turn(prompt, completion, following, tools=tools)
     return whole if bridged is None else list(bridged.token_ids)
 
@@ -134,6 +138,7 @@ def _differences(
             if list(ids) == wanted:
                 continue
             difference = _first_difference(tokenizer, list(ids), wanted)
+
         yield f"First difference, {example.name!r}: {difference}"
 
 

@@ -90,12 +90,14 @@ def _places(source: bytes, package: str) -> dict[str, tuple[str, str]] | None:
                 places[each.asname or each.name] = where, each.name
         elif not ast.unparse(statement).startswith(("__all__ = ", "'", '"')):
             return None
+
     return None if "*" in places else places
 
 
 class _LatePackage(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        run, lock = super().exec_module, RLock()
+        run = super().exec_module
+        lock = RLock()
         begun: list[str] = []
 
         def get(name: str) -> Any:
@@ -111,6 +113,7 @@ class _LatePackage(SourceFileLoader):
                     except BaseException:
                         begun.clear()  # the next use raises it too
                         raise
+
                 return vars(module)[name] if name in vars(module) else _submodule(module, name)
 
         vars(module)["__getattr__"] = get

@@ -39,6 +39,7 @@ def templates(own: str | None, renderer: Any) -> Iterator[str]:
         yield with_defaults(own, settings)
         # Where the setting is left to the tokenizer, it may be either.
         yield with_defaults(as_sampled(own), {"enable_thinking": False} | settings)
+
     if renderer.name in SHIPPED:
         text = Path(__file__).with_name(SHIPPED[renderer.name]).read_text("utf-8")
         yield with_defaults(text, settings)

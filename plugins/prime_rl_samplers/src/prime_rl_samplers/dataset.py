@@ -101,12 +101,14 @@ class Dataset(Source):
             samples = self._host.supervised_samples(shown.messages, shown.tools)
         except ConfigError as error:
             raise ConfigError(f"{shown.where}: {error}") from error
+
         if not sum(sample.num_trainable_tokens for sample in samples):
             raise ConfigError(
                 f"{shown.where}: expected tokens of the assistant to learn from, got none among "
                 f"{sum(map(len, samples))}: its messages are empty, or the renderer does not "
                 "attribute tokens to messages"
             )
+
         return samples
 
     def _where(self, key: str) -> str:

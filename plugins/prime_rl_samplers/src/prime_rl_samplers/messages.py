@@ -44,6 +44,7 @@ def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
             f"{where}: cannot read {path}: {error.strerror}. Relative paths start at the working "
             "directory."
         ) from error
+
     found = [
         _from_line(line, f"{where}: {path}:{number}")
         for number, line in enumerate(lines, 1)
@@ -59,6 +60,7 @@ def _from_line(line: bytes, where: str) -> Demonstration:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: expected JSON, got {line[:60]!r} ({error})") from error
+
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object, {FORMS}, got {_shown(record)}")
     if ("messages" in record) == ("completion" in record):
@@ -105,6 +107,7 @@ def _check_message(message: Any, where: str) -> None:
         raise ConfigError(
             f"{where}: role: expected one of {', '.join(ROLES)}, got {_shown(message.get('role'))}"
         )
+
     content = message.get("content")
     calls_only = content is None and message.get("tool_calls")
     if not isinstance(content, str) and not calls_only:
@@ -118,12 +121,14 @@ def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> 
             f"{where}: messages call tools, and there is no 'tools': in a rollout the prompt tells "
             "the policy of its tools before it calls one. Expected a list of them in OpenAI's form"
         )
+
     found = Demonstration(messages, fields, where, tools)
     if not found.num_turns:
         roles = ", ".join(message["role"] for message in messages) or "no messages"
         raise ConfigError(
             f"{where}: expected at least one message of the assistant to learn from, got {roles}"
         )
+
     return found
 
 
@@ -140,6 +145,7 @@ def _tools(value: Any, where: str) -> list[Mapping[str, Any]] | None:
     if not named:
         form = '{"type": "function", "function": {"name": ...}}'
         raise ConfigError(f"{where}: tools: expected a list of {form}, got {_shown(value)}")
+
     return list(value)
 
 

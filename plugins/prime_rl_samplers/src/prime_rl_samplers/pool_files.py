@@ -50,12 +50,14 @@ def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
     """The row of one example. Raises ``ConfigError`` if its task lacks a key, and ``IndexError``
     beyond the env's end."""
     known = {**env.task(example), ENV_NAME: env.name}
-    if missing := [key for key in keys if key not in known]:
+    missing = [key for key in keys if key not in known]
+    if missing:
         raise ConfigError(
             f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: got no field "
             f"{missing[0]!r}, expected one of {', '.join(sorted(known))}. List fields that "
             "distinguish its examples."
         )
+
     fields = {key: known[key] for key in keys}
     try:
         text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
@@ -64,6 +66,7 @@ def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
             f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: expected fields "
             f"that JSON can encode, got {error}. List other fields."
         ) from error
+
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return Row(digest, env.name, example, json.loads(text))
 
@@ -115,6 +118,7 @@ def _read_rows(path: Path) -> list[Row]:
                 f"{path}:{number}: expected an example of a pool (hash, env_name, example_id, "
                 f"fields), got keys {', '.join(sorted(record))}"
             ) from error
+
     return rows
 
 
@@ -135,14 +139,17 @@ def find(
                 found.append((place, pool))
             else:
                 moved.append((row, pool))
+
     missing = 0
     for row, pool in moved:
-        if left := free.get(row.hash):
+        left = free.get(row.hash)
+        if left:
             place = next(iter(left))
             del left[place]
             found.append((place, pool))
         else:
             missing += 1
+
     return found, missing
 
 
@@ -157,4 +164,5 @@ def _places(envs: Sequence[SampledEnv], keys: Sequence[str]) -> dict[str, dict[P
                 # A source may have more demonstrations than its env has tasks. They never retire.
                 break
             places.setdefault(row.hash, {})[index, example] = None
+
     return places

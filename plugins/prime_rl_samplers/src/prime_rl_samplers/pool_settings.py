@@ -38,12 +38,14 @@ class DifficultyPoolsConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> DifficultyPoolsConfig:
-        easy, hard = self.easy_threshold, self.hard_threshold
+        easy = self.easy_threshold
+        hard = self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             raise ValueError(
                 f"easy_threshold must exceed hard_threshold, got {easy} and {hard}: an example "
                 "could be both easy and hard"
             )
+
         for pool in POOLS:
             unread = getattr(self, f"{pool}_threshold") is None and self.load_from is None
             if unread and getattr(self, f"{pool}_fraction"):
@@ -51,6 +53,7 @@ class DifficultyPoolsConfig(PluginConfig):
                     f"{pool}_fraction returns examples from the {pool} pool, which is always "
                     f"empty: set {pool}_threshold or load_from"
                 )
+
         return self
 
     @property
@@ -70,12 +73,14 @@ def check_envs(config: DifficultyPoolsConfig, envs: Sequence[SampledEnv]) -> Non
             "easy_threshold, hard_threshold and load_from; online_difficulty_filtering works "
             "without them."
         )
+
     if endless and all(env.ratio is None for env in envs):
         raise ConfigError(
             f"orchestrator.buffer: env {endless[0]!r} has unlimited examples, but without ratios "
             "an env's share is its number of remaining examples. Set a ratio on each "
             "[[orchestrator.train.env]]."
         )
+
     for env in envs:
         if env.num_examples:
             row_of(env, 0, config.hash_keys)

@@ -88,7 +88,8 @@ class DifficultyPools(Sampler):
         return env, self._rotations[env].next()
 
     def _weight(self, index: int) -> float:
-        env, num_normal = self.envs[index], self._rotations[index].num_normal
+        env = self.envs[index]
+        num_normal = self._rotations[index].num_normal
         if num_normal == 0 or not env.is_ready():
             return 0.0
         if self._by_count:
@@ -137,7 +138,8 @@ class DifficultyPools(Sampler):
         return f"online difficulty filtering: too {kind}, the group's mean reward is {mean}"
 
     def _pool_of(self, mean: float) -> Pool | None:
-        easy, hard = self.config.easy_threshold, self.config.hard_threshold
+        easy = self.config.easy_threshold
+        hard = self.config.hard_threshold
         if easy is not None and at_least(mean, easy):
             return "easy"
         return "hard" if hard is not None and at_least(hard, mean) else None
@@ -182,7 +184,8 @@ class DifficultyPools(Sampler):
             version, internal, gauss = own["random_state"]
             self._random.setstate((version, tuple(internal), gauss))
             for state in states:
-                if rotation := self._by_name.get(state["env_name"]):
+                rotation = self._by_name.get(state["env_name"])
+                if rotation:
                     rotation.restore(state)
         except (KeyError, TypeError, ValueError) as error:
             raise _foreign(path, error) from error

@@ -104,6 +104,7 @@ class Replay(Source):
                 f"env {host.env!r}: algo.sampling.source.env: got the env itself, which does not "
                 "sample; expected the label of another [[orchestrator.train.env]]"
             )
+
         if self.config.env not in host.envs:
             raise ConfigError(
                 f"env {host.env!r}: algo.sampling.source.env: the run has no training env "
@@ -135,7 +136,8 @@ class Replay(Source):
         """A stored group with the request's id and this env's label. Example, task, versions and
         logprobs are the original ones. Empty if another request took the last group."""
         self._advance(request.policy_version)
-        if not (ripe := self._ripe()):
+        ripe = self._ripe()
+        if not ripe:
             return []
         index = self._choose(ripe)
         kept = self._kept[index]
@@ -143,6 +145,7 @@ class Replay(Source):
         if kept.uses >= self.config.max_reuse:
             del self._kept[index]
             self._evictions["max_reuse"] += 1
+
         self._staleness.append(request.policy_version - kept.policy_version)
         return [self._relabeled(rollout, request) for rollout in restore(kept)]
 
@@ -158,7 +161,8 @@ class Replay(Source):
 
     def _relabeled(self, rollout: Rollout, request: SourceRequest) -> Rollout:
         rollout.info["replayed"] = {"env": rollout.env, "group_id": rollout.group_id}
-        rollout.env, rollout.group_id = self._label, request.group_id
+        rollout.env = self._label
+        rollout.group_id = request.group_id
         rollout.source = self.name
         return rollout
 
@@ -201,7 +205,9 @@ class Replay(Source):
         if self._staleness:
             metrics["staleness/mean"] = fmean(self._staleness)
             metrics["staleness/max"] = float(max(self._staleness))
-        self._evictions, self._staleness = Counter(), []
+
+        self._evictions = Counter()
+        self._staleness = []
         return metrics
 
     def save(self, directory: Path) -> None:
@@ -227,12 +233,15 @@ class Replay(Source):
             raise ConfigError(
                 f"env {self._label!r}: expected the state of its replay in {path}, got {error}"
             ) from error
+
         if state.env != self.config.env:
             raise ConfigError(
                 f"env {self._label!r}: {path} contains groups of env {state.env!r}, but "
                 f"algo.sampling.source.env is {self.config.env!r}. Set it back, or start a new run."
             )
+
         self._kept = [kept for kept in state.kept if kept.uses < self.config.max_reuse]
-        self._evictions, self._staleness = Counter(state.evictions), state.staleness
+        self._evictions = Counter(state.evictions)
+        self._staleness = state.staleness
         self._advance(state.version)
         self._make_room()

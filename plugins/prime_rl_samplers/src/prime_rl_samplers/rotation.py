@@ -82,7 +82,8 @@ class Rotation:
         """Load a ``state``. A cursor beyond the end (the env has fewer examples now) becomes 0."""
         cursor = int(state["cursor"])
         self.cursor = cursor if self.size is None or cursor < self.size else 0
-        evicted, filtered = Counter(state["evicted"]), Counter(state["filtered"])
+        evicted = Counter(state["evicted"])
+        filtered = Counter(state["filtered"])
         self.tally = Tally(int(state["groups"]), int(state["rollouts"]), evicted, filtered)
 
     def _advance(self) -> None:

@@ -34,6 +34,7 @@ class StandardSampler(Sampler):
                 "no training env has anything to give: every source is empty. Add an env that "
                 "samples, or fill the source."
             )
+
         (env,) = self._random.choices(range(len(self.envs)), weights)
         example = self._next[env]
         size = self.envs[env].num_examples

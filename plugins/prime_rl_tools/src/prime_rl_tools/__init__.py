@@ -28,7 +28,10 @@ def register_commands(cli: typer.Typer) -> None:
     )
     from prime_rl_tools.commands.later import CONTEXT, Later, evaluate, serve
 
-    train, look, serving = "Train", "Look", "Serve"  # panels of the help
+    # panels of the help
+    train = "Train"
+    look = "Look"
+    serving = "Serve"
     cli.command("race", context_settings=race.CONTEXT, rich_help_panel=train)(race.race)
     cli.command("stop", rich_help_panel=train)(runs.stop)
     cli.command("scale", rich_help_panel=train)(runs.scale)

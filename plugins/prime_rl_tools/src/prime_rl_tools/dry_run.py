@@ -64,6 +64,7 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
         if found is not None:
             own = f"; a model of their own: {_names(found.fixed_seats)}" * bool(found.fixed_seats)
             yield f"agents     {env.label}: the policy plays {_names(found.agents)}{own}"
+
     yield f"renderer   {orchestrator.renderer.name}"
     yield from (f"wrapper    {line}" for line in wrappers(hooks))
     yield from orders
@@ -85,12 +86,14 @@ def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Envi
         if found is not None:
             own = (env.label, found.num_examples, env.ratio)
             known.append(SampledEnv(*own, task=partial(_task, found)))
+
     table = orchestrator.sampler_table
     chosen = SAMPLER, table.type, table.settings, hooks, SAMPLER.key
     if environments:  # a sampler may look at their examples
         make(*chosen, known, config.seed)
     else:
         choose(*chosen)
+
     with TemporaryDirectory() as folder:
         for name, settings in config.monitors.items():
             where = f"monitors.{name}"
@@ -107,12 +110,15 @@ def scopes(config: RunConfig, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[
     the constructors of algorithms and filters, and raises their errors."""
     orchestrator = config.orchestrator
     for env in orchestrator.train.env:
-        algo, where = env.algo or orchestrator.algo, f"env {env.label!r}: algo"
+        algo = env.algo or orchestrator.algo
+        where = f"env {env.label!r}: algo"
         algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, where)
         yield scope(f"env {env.label}", hooks, [algorithm]), ALGORITHM.hooks
+
     for slot in ("pre_batch_filters", "post_batch_filters"):
         filters = build_filters(hooks, getattr(orchestrator, slot), slot)
         yield scope(slot, hooks, [filter for filter, _ in filters]), FILTER.hooks
+
     yield hooks, SPECS.keys() - ALGORITHM.hooks - FILTER.hooks
 
 
@@ -138,6 +144,7 @@ def call_orders(scopes: Iterable[tuple[Hooks, Collection[str]]]) -> list[str]:
                         which = f"{asks}: {named}; {_plugin(hooks, rivals[place])} gets it"
                         line = f"conflict   {hook}: more than one plugin asks for {which}"
                         lines.setdefault(line, []).append(hooks.label)
+
     return [f"{line} ({_names(labels)})" if any(labels) else line for line, labels in lines.items()]
 
 
@@ -154,13 +161,15 @@ def _names(names: Iterable[str]) -> str:
 def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
     """The environments of the run, whose own config classes check their args; those of training by
     label."""
-    orchestrator, problems = config.orchestrator, list[str]()
+    orchestrator = config.orchestrator
+    problems = list[str]()
     for env in (*orchestrator.train.env, *orchestrator.eval.env):
         try:
             found = Environment(EnvSettings.of(env, default_harness=orchestrator.train.harness))
         except ConfigError as error:
             problems.append(str(error))
             continue
+
         if isinstance(env, EnvConfig):  # one to train on
             if not found.agents:
                 raise ConfigError(
@@ -169,6 +178,7 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
                     "args of one."
                 )
             yield env.label, found
+
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -216,14 +226,17 @@ def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterat
     if not messages:
         yield "prompt     the first example has none of its own"
         return
+
     if is_remote(config, hooks):
         yield "prompt     rendered on the cluster only"
         return
+
     layout = lay_out(config, build_launcher(config, hooks), build_engine(config, hooks))
     if layout.to_make:
         yield f"prompt     {str(messages)[:MOST_CHARACTERS]} (not rendered: the model is made or "
         yield "           fetched when the run starts)"
         return
+
     rendering = rendering_of(Path(layout.model_path), build_renderer(config, hooks))
     tokens = rendering.ids(messages, add_generation_prompt=True)
     text = rendering.decode(tokens, skip_special_tokens=False)

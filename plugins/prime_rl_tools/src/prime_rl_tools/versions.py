@@ -40,6 +40,7 @@ def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) ->
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
+
     found = {
         "python": platform.python_version(),
         "packages": packages,

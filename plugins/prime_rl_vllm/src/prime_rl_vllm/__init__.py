@@ -90,6 +90,7 @@ class Vllm(Engine):
         for option, value in options.items():
             if value is not None:
                 argv += [f"--{option}", str(value)]
+
         return EngineCommand(argv=argv, env=_environment(launch))
 
 

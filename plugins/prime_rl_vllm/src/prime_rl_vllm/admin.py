@@ -52,11 +52,13 @@ class Admin:
             raise RequestError(
                 "mode: this engine keeps requests in flight; it supports only mode=keep"
             )
+
         if http.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
             raise RequestError("clear_cache: running requests keep their KV; it must be false")
         async with self._state.admin:
             await self._hold()
             self._state.paused = True
+
         return JSONResponse({"status": "paused"})
 
     async def resume(self, _: HTTPRequest) -> JSONResponse:
@@ -73,6 +75,7 @@ class Admin:
             raise RequestError(
                 "level: this engine keeps its weights on the host; it supports only level=1"
             )
+
         state = self._state
         async with state.admin:
             if not state.asleep and self._can_sleep():
@@ -80,6 +83,7 @@ class Admin:
             else:
                 await self._hold()
             state.asleep = state.paused = True
+
         return JSONResponse({"status": "asleep"})
 
     async def wake_up(self, _: HTTPRequest) -> JSONResponse:
@@ -94,17 +98,20 @@ class Admin:
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: weights that are broken or do not fit change no parameter."""
-        roots, receives = self._state.weights_roots, self._state.receives
+        roots = self._state.weights_roots
+        receives = self._state.receives
         workers = 1 if receives is None else receives["workers"]
         body = decode_update(await read_body(http, MAX_UPDATE_BYTES), roots, workers)
         if body.meeting is not None and receives is None:
             raise RequestError("meeting: this engine takes weights from files only")
-        state, start = self._state, time.perf_counter()
+        state = self._state
+        start = time.perf_counter()
         async with state.admin:
             if state.asleep and self._can_sleep():
                 raise RequestError(
                     "the engine is asleep, without weights: POST /wake_up first", 409
                 )
+
             new = state.version + 1 if body.version is None else body.version
             if body.meeting is None:
                 path = await self._stage(body.weight_dir)
@@ -113,7 +120,9 @@ class Admin:
             else:
                 await self._hold()
                 await self._receive(body.meeting, new)
+
             await self._let_go()
+
         state.weight_update_seconds = time.perf_counter() - start
         log.info("weights version %d loaded in %.3f s", new, state.weight_update_seconds)
         return JSONResponse({"status": "ok", "version": new})
@@ -141,6 +150,7 @@ class Admin:
                 await asyncio.to_thread(check_native, path, config.max_lora_rank)
         except WeightsError as error:
             raise self._refusal(str(error)) from error
+
         await self._rpc("prime_rl_stage", str(path))
         while None in (found := await self._rpc("prime_rl_staged")):
             await asyncio.sleep(POLL_SECONDS)
@@ -148,6 +158,7 @@ class Admin:
         if refused:
             await self._rpc("prime_rl_drop")
             raise self._refusal(refused[0])
+
         return path
 
     async def _load(self, path: Path, version: int) -> None:
@@ -155,6 +166,7 @@ class Admin:
             if not self._state.serves_adapters:
                 await self._rpc("prime_rl_load")
                 return
+
             from vllm.lora.request import LoRARequest
 
             await self._rpc("prime_rl_drop")
@@ -189,6 +201,7 @@ class Admin:
             raise RequestError(
                 f"loading version {version} failed half-way, so the server ends: {error}", 500
             ) from error
+
         state.version = version
         state.weight_updates += 1
 

@@ -64,6 +64,7 @@ def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
             overrides = json.loads(overrides)
         except ValueError as error:
             raise ConfigError(f"inference.vllm.hf_overrides: is no JSON: {error}") from error
+
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"inference.vllm.hf_overrides: is {overrides!r}, expected a table")
     return DEFAULTS | dict(arguments) | {"hf_overrides": HF_OVERRIDES | dict(overrides)}
@@ -79,11 +80,13 @@ def coarse_parts(arguments: Mapping[str, Any]) -> list[str]:
             "from the trainer's at equal weights. Their logprobs belong to it, so losses with an "
             "importance ratio correct for it; mismatch_kl shows how much it is"
         )
+
     if arguments.get("quantization") is not None:
         notes.append(
             f"quantization is {arguments['quantization']!r}: the same as for a coarse KV cache, in "
             "every layer"
         )
+
     return notes
 
 

@@ -15,7 +15,8 @@ from prime_rl_broadcast.group import Header
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
 from prime_rl_engine_kit.model_files import ModelFiles, opened
 
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 """Suffixes of the two names of one matrix in a tied model."""
 BLOCK = 1 << 24
 """Elements that are checked at a time: 64 MiB of float32."""
@@ -44,6 +45,7 @@ class Staged:
         if is_adapter(directory):
             self._merged = merged_tensors(base.directory, directory, device)
             return
+
         files = ModelFiles(directory)
         check_layout(files, base)
         with ExitStack() as stack:
@@ -108,20 +110,25 @@ def check_layout(files: ModelFiles | Announced, base: ModelFiles) -> None:
     """
     free = {n for n in files.tensors.keys() | base.tensors.keys() if n.endswith(HEAD)}
     free = free if base.ties_embeddings() else set()
-    if missing := sorted(base.tensors.keys() - files.tensors.keys() - free):
+    missing = sorted(base.tensors.keys() - files.tensors.keys() - free)
+    if missing:
         raise WeightsError(
             f"{files.directory}: {_listed(missing)} missing; the model has {len(base.tensors)} "
             "tensors"
         )
-    if unknown := sorted(files.tensors.keys() - base.tensors.keys() - free):
+
+    unknown = sorted(files.tensors.keys() - base.tensors.keys() - free)
+    if unknown:
         raise WeightsError(f"{files.directory}: {_listed(unknown)} not in {base.directory}")
     for name in files.tensors.keys() & base.tensors.keys():
-        found, wanted = files.tensors[name], base.tensors[name]
+        found = files.tensors[name]
+        wanted = base.tensors[name]
         if found.shape != wanted.shape:
             raise WeightsError(
                 f"{files.directory}: {name!r} has shape {found.shape}, the model's has "
                 f"{wanted.shape}"
             )
+
         if _is_float(found.dtype) != _is_float(wanted.dtype):
             raise WeightsError(
                 f"{files.directory}: {name!r} is {found.dtype}, the model's is {wanted.dtype}"

@@ -51,7 +51,8 @@ class Front:
     def __init__(self, app: Any) -> None:
         if shared.current is None:
             raise RuntimeError("prime_rl_vllm.front works only inside prime_rl_vllm.server")
-        self.app, self.state = app, shared.current
+        self.app = app
+        self.state = shared.current
         admin = Admin(self.state)
         self._routes: dict[tuple[str, str], Endpoint] = {
             ("GET", "/health"): self._health,
@@ -93,12 +94,15 @@ class Front:
             log.exception("%s failed", scope["path"])
             failure = RequestError(f"{type(error).__name__}: {error}", 500)
             return await refuse(failure, scope, receive, send)
+
         if endpoint is not None:
             return await response(scope, receive, send)
         await self.app(scope, receive, send)
 
     def _check_key(self, scope: Message) -> None:
-        path, method, keys = scope["path"], scope.get("method", "GET"), self.state.keys
+        path = scope["path"]
+        method = scope.get("method", "GET")
+        keys = self.state.keys
         headers = dict(scope["headers"])
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         if method == "OPTIONS":
@@ -119,11 +123,13 @@ class Front:
             return _replay(data, receive)  # vLLM answers with its own error
         except RecursionError:
             raise RequestError("bad request body: it is nested too deeply") from None
+
         if isinstance(body, dict):
             body["cache_salt"] = self.state.salt(body.get("cache_salt"))
             data = json.dumps(body).encode()
             headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
             scope["headers"] = [*headers, (b"content-length", str(len(data)).encode())]
+
         return _replay(data, receive)
 
     async def _health(self, _: HTTPRequest) -> Response:
@@ -131,6 +137,7 @@ class Front:
             await self.state.engine.check_health()
         except Exception as error:  # any exception of vLLM means that the engine is dead
             raise RequestError(f"the engine has ended: {error}", 503) from error
+
         return JSONResponse(
             {
                 "status": "ok",
@@ -175,6 +182,7 @@ async def _prepare(state: State, engine: Any) -> None:
     for problem in await engine.collective_rpc("prime_rl_remember", args=(state.model_dir,)):
         if problem is not None:
             raise RequestError(f"cannot check weight updates: {problem}")
+
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
     if state.serves_adapters:

@@ -46,6 +46,7 @@ async def generate(state: State, http: HTTPRequest) -> Response:
         return Response(status_code=499)
     finally:
         state.running -= 1
+
     done = Done(wanted, name, state.model_name, output)
     # In a thread: the scores of a long prompt take seconds to write.
     content = await asyncio.to_thread(reply, done)
@@ -79,6 +80,7 @@ async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> 
         raise
     except Exception as error:
         raise RequestError(f"{type(error).__name__}: {error}", 500) from error
+
     return _complete(state, last)
 
 

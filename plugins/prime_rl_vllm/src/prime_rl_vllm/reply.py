@@ -20,7 +20,8 @@ Row = Mapping[int, Any]
 
 
 def reply(done: Done) -> bytes:
-    output, plan = done.output, done.plan
+    output = done.output
+    plan = done.plan
     choices = [_choice(each, plan.logprobs, plan.nothing_wanted) for each in output.outputs]
     num_prompt = len(plan.token_ids)
     num_completion = sum(len(choice["token_ids"]) for choice in choices)

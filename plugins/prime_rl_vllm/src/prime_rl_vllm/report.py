@@ -16,11 +16,13 @@ STATUS_SECONDS = 1.0
 
 async def report_forever(state: State) -> None:
     """Report once a second, until cancelled. A failed report is logged."""
-    before, then = 0, time.monotonic()
+    before = 0
+    then = time.monotonic()
     while True:
         now = time.monotonic()
         rate = (state.generated_tokens - before) / max(now - then, 1e-9)
-        before, then = state.generated_tokens, now
+        before = state.generated_tokens
+        then = now
         try:
             report_activity(state, rate)
         except Exception:  # a full disk, for example, is no reason to stop serving

@@ -35,7 +35,9 @@ class Plan:
 def plan(body: GenerateBody, limits: Limits) -> Plan:
     """The request with every default filled in. Raises ``RequestError`` with the key and value."""
     check_generate(body, limits)
-    fields, prompt, wanted = body.sampling_params, body.token_ids, body.sampling_params.logprobs
+    fields = body.sampling_params
+    prompt = body.token_ids
+    wanted = body.sampling_params.logprobs
     check_sampling(fields, limits, wanted, fields.prompt_logprobs)
     params = {k: value for k in _PASSED if (value := getattr(fields, k)) is not None}
     room = max(limits.max_model_len - len(prompt), 1)

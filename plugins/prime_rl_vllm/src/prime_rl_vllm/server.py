@@ -56,6 +56,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         settings = cpu_start.cpu_settings(settings)
     elif args.can_sleep:
         settings.setdefault("enable_sleep_mode", True)
+
     _set_environment(settings)
     namespace = parse_vllm(args, settings)
     if cpu_start.is_cpu_build():
@@ -113,6 +114,7 @@ def parse_vllm(args: argparse.Namespace, settings: dict[str, Any]) -> argparse.N
         namespace: argparse.Namespace = parser.parse_args(argv)
     except SystemExit:  # argparse has printed the reason
         raise ConfigError(f"[inference.vllm]: refused by vLLM: {' '.join(argv)}") from None
+
     validate_parsed_serve_args(namespace)
     return namespace
 
@@ -127,6 +129,7 @@ def _run(namespace: argparse.Namespace, state: State) -> int:
     if state.died:
         state.status.report("the engine died; its log has the reason")
         return 1
+
     state.status.report("stopped")
     return 0
 

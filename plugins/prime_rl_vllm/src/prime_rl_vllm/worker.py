@@ -57,7 +57,8 @@ class WeightExtension:
         """Only the first worker reads every value, because all workers see the same files."""
         self.prime_rl_drop()
         try:
-            base, first = self._prime_rl_base, self.rank == 0
+            base = self._prime_rl_base
+            first = self.rank == 0
             self._prime_rl_weights = Staged(
                 Path(weight_dir), base, look_inside=first, device=self.device
             )
@@ -65,11 +66,13 @@ class WeightExtension:
             return str(error)
         except Exception as error:  # nothing is loaded yet, so the engine can continue
             return f"{weight_dir}: {type(error).__name__}: {error}"
+
         return None
 
     def prime_rl_load(self: Any) -> float:
         """Load the staged weights in place. Returns the seconds it took."""
-        start, staged = time.perf_counter(), self._prime_rl_weights
+        start = time.perf_counter()
+        staged = self._prime_rl_weights
         try:
             self._prime_rl_reload(staged.tensors())
         finally:
@@ -101,6 +104,7 @@ class WeightExtension:
             if begun:
                 raise
             return str(error)
+
         return None
 
     def _prime_rl_reload(self: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -90,6 +90,7 @@ class WandbMonitor(Monitor):
             except Exception as error:
                 self._failure = RuntimeError(f"W&B cannot be reached: {error}")
                 raise
+
         return self._run
 
     def _begin(self) -> Any:

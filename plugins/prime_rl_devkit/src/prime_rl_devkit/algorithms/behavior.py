@@ -39,11 +39,13 @@ def permutation(subject: Subject) -> None:
             "credit depends on what was scored before, so order matters; if that is not meant, "
             "look for state that outlives a group"
         )
+
     order = [2, 0, 3, 1]
     straight = subject.scored(FOUR)
     turned = subject.scored([FOUR[i] for i in order])
     expected = streams([straight[i] for i in order])
-    if found := different(streams(turned), expected):
+    found = different(streams(turned), expected)
+    if found:
         raise Broken(f"rewards {list(FOUR)} in the order {order}: {found}")
 
 
@@ -51,14 +53,16 @@ def inputs_kept(subject: Subject) -> None:
     """Scoring leaves tokens, masks, sampling logprobs, rewards and the group's order alone. It may
     append samples."""
     group = subject.make_group(FOUR)
-    members, before = list(group), [_inputs(rollout) for rollout in group]
+    members = list(group)
+    before = [_inputs(rollout) for rollout in group]
     subject.score(group)
     if [id(each) for each in group] != [id(each) for each in members]:
         raise Broken("the group's own list was reordered or changed. Sort a copy: sorted(group)")
     for number, (rollout, old) in enumerate(zip(group, before, strict=True)):
         found = _inputs(rollout)
         for name in old:
-            if (value := found.get(name)) != old[name]:
+            value = found.get(name)
+            if value != old[name]:
                 raise Broken(
                     f"rollout {number}: {name} was changed from {old[name]} to {value}. Work "
                     "on a copy; write credit by rollout.assign_...()."
@@ -85,10 +89,12 @@ def _plain(value: Any) -> Any:
 
 def deterministic(subject: Subject) -> None:
     """The same settings and the same group give the same credit, bit for bit."""
-    first, again = streams(subject.scored(FOUR)), streams(subject.scored(FOUR))
+    first = streams(subject.scored(FOUR))
+    again = streams(subject.scored(FOUR))
     for one, two in zip(first, again, strict=True):
         for name in one | two:
-            a, b = _plain(one.get(name)), _plain(two.get(name))
+            a = _plain(one.get(name))
+            b = _plain(two.get(name))
             if a != b:
                 raise Broken(
                     f"{name}: two fresh instances gave {a} and {b}. Seed what is random; keep "
@@ -110,7 +116,8 @@ def concurrent_groups(subject: Subject) -> None:
 
 def _scored_two(subject: Subject, *, at_once: bool = False, turned: bool = False) -> Streams:
     """The streams of two groups, always in the same order, whichever was scored first."""
-    one, two = subject.make_group(FOUR), subject.make_group(OTHER)
+    one = subject.make_group(FOUR)
+    two = subject.make_group(OTHER)
     for rollout in two:
         rollout.group_id += 1
     subject.run([two, one] if turned else [one, two], at_once=at_once)
@@ -132,7 +139,8 @@ class Foreign(Algorithm):
 def neighbors(subject: Subject) -> None:
     """Credit is the same when other envs run another algorithm, and this one, at the same time."""
     alone = streams(subject.scored(FOUR))
-    ours, twin = subject.make_group(FOUR), subject.make_group(OTHER)
+    ours = subject.make_group(FOUR)
+    twin = subject.make_group(OTHER)
     foreign = conformance_group(OTHER)
     algorithms = (subject.fresh(), Foreign(PluginConfig()), subject.fresh())
 
@@ -150,7 +158,9 @@ def neighbors(subject: Subject) -> None:
         raise Broken(
             "another env's credit changed beside this algorithm. Write to your own group only."
         )
-    if found := different(streams(ours), alone):
+
+    found = different(streams(ours), alone)
+    if found:
         raise Broken(
             f"beside other envs: {found}. Keep state on self, not on the class or the module: each "
             "env has an instance of its own."
@@ -163,7 +173,8 @@ def prepares(subject: Subject) -> None:
         raise NotApplicable("has no prepare_rollout")
 
     async def prepare() -> None:
-        algorithm, host = subject.fresh(), subject.make_host()
+        algorithm = subject.fresh()
+        host = subject.make_host()
         await algorithm.setup(host)
         hooks = scope(host.env, Hooks(), [algorithm])
         await check_plans(hooks, algorithm.needs_temperature, every_form=False)
@@ -179,13 +190,17 @@ def round_trip(subject: Subject) -> None:
         path = Path(folder) / "rollouts.msgpack"
         path.write_bytes(encode_rollouts(0, ((rollout, None) for rollout in group)))
         back = [stored.rollout for stored in decode_rollouts(path)["rollouts"]]
+
     for number, (rollout, copy) in enumerate(zip(group, back, strict=True)):
         for name in ("reward", "rewards", "metrics", "info"):
-            ours, theirs = _plain(getattr(rollout, name)), getattr(copy, name)
+            ours = _plain(getattr(rollout, name))
+            theirs = getattr(copy, name)
             if ours != theirs:
                 raise Broken(
                     f"rollout {number}: {name} is {ours} and came back as {theirs}. Put numbers, "
                     "text, lists and tables in it."
                 )
-    if found := different(streams(back), streams(group)):
+
+    found = different(streams(back), streams(group))
+    if found:
         raise Broken(f"came back from disk: {found}")

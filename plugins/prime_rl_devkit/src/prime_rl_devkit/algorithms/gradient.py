@@ -39,13 +39,15 @@ def gradient(subject: Subject) -> None:
     samples = [sample for rollout in group for sample in rollout.samples]
     vocabulary = 1 + max(int(sample.token_ids.max()) for sample in samples)
     logits = [toy_logits(sample, vocabulary) for sample in samples]
-    expected, found = closed_form(samples, logits), trainer_gradient(group, logits)
+    expected = closed_form(samples, logits)
+    found = trainer_gradient(group, logits)
     for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-6):
             gap = float(np.abs(ours - theirs).max())
             raise Broken(
                 f"sample {index}: the trainer's gradient differs from the closed form by {gap:.3g}"
             )
+
     # Other components that act on the same tokens may pull the other way.
     own = closed_form(samples, logits, only=subject.fresh().action_loss)
     _check_direction(subject, samples, logits, own)
@@ -68,6 +70,7 @@ def _check_direction(
                 f"sample {index}, token {t}: credit {credit[t]:.3g}, but its logprob went from "
                 f"{old[t]:.6f} to {new[t]:.6f}. Is a weight or a sign the wrong way round?"
             )
+
     if not moved or not largest:
         raise Broken(f"rewards {list(MIXED)} give no gradient: nothing can be learned from them")
 
@@ -82,6 +85,7 @@ def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
         credit = _column(sample, "advantages", 0.0)
     elif "ref_logprobs" in required:
         credit = _column(sample, "ref_logprobs", 0.0) - old
+
     own = members(sample, component) & sample.loss_mask
     return np.where(own & (np.abs(credit) > 1e-3 * np.abs(credit).max(initial=0)), credit, 0.0)
 
@@ -124,11 +128,13 @@ def closed_form(
         p = np.exp(each) / np.exp(each).sum(1, keepdims=True)
         onehot = np.eye(each.shape[1])[sample.token_ids]
         found.append(slope[:, None] * (onehot - p))
+
     return found
 
 
 def _slope(sample: Sample, component: str, t: Floats) -> Floats:
-    i, w = _column(sample, "inference_logprobs", 0.0), _column(sample, f"{component}_weights", 1.0)
+    i = _column(sample, "inference_logprobs", 0.0)
+    w = _column(sample, f"{component}_weights", 1.0)
     if component == "rl":
         return -w * _column(sample, "advantages", 0.0) * np.exp(t - i)
     import torch
@@ -192,5 +198,6 @@ def trainer_gradient(group: Group, logits: Sequence[Floats]) -> list[Floats]:
         logprobs = leaf.log_softmax(1).gather(1, tokens)[:, 0]
         row = make_row(batch, torch.device("cpu"))
         total = total + row_loss(row, logprobs, losses, counts).loss
+
     total.backward()
     return [np.asarray(leaf.grad) for leaf in leaves]

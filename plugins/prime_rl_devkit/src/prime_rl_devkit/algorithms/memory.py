@@ -45,20 +45,26 @@ def state_resumes(subject: Subject) -> None:
             "credit depends on what was scored before, and save writes nothing. If that is state "
             "and not chance, implement save and load"
         )
+
     if not saves:
         raise Broken(
             "credit depends on what was scored before, and save writes nothing: a resumed run "
             "starts anew. Implement save and load."
         )
-    stopped, resumed = subject.fresh(), subject.fresh()
+
+    stopped = subject.fresh()
+    resumed = subject.fresh()
     _score(subject, stopped, subject.make_group(MIXED))
     with TemporaryDirectory() as folder:
         stopped.save(Path(folder))
         resumed.load(Path(folder))
-    expected, found = subject.make_group(MIXED[::-1]), subject.make_group(MIXED[::-1])
+
+    expected = subject.make_group(MIXED[::-1])
+    found = subject.make_group(MIXED[::-1])
     _score(subject, stopped, expected)
     _score(subject, resumed, found)
-    if difference := different(streams(found), streams(expected)):
+    difference = different(streams(found), streams(expected))
+    if difference:
         raise Broken(f"after save and load: {difference}. Save everything that credit depends on.")
 
 

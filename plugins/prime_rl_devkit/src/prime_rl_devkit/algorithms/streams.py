@@ -59,6 +59,7 @@ def declared_component(subject: Subject) -> None:
     for _, sample in _samples(subject.stamped(MIXED)):
         for component in components(sample):
             fed[component] += int((members(sample, component) & sample.loss_mask).sum())
+
     if not fed[declared]:
         others = ", ".join(c for c in fed if fed[c]) or "nothing"
         raise Broken(
@@ -108,7 +109,8 @@ def tied_group(subject: Subject) -> None:
         elif not remembers:
             first = streams(group[:1])
             for number, rollout in enumerate(group):
-                if found := different(streams([rollout]), first):
+                found = different(streams([rollout]), first)
+                if found:
                     raise Broken(f"rollouts 0 and {number} are equal but for their place: {found}")
 
 
@@ -141,11 +143,13 @@ def nan_reward(subject: Subject) -> None:
             raise Broken(f"expected an error that names the reward, got: {error}") from error
     else:
         raise Broken("a reward of nan was scored; expected a StreamError")
+
     group = subject.make_group(MIXED)
     try:
         subject.score(group, _Spoil())
     except (ValueError, ArithmeticError):
         return
+
     check_streams(group, (float("nan"), *MIXED[1:]))
 
 

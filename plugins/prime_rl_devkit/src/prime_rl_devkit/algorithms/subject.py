@@ -59,7 +59,8 @@ class Subject:
         """Whether credit depends on groups scored before: ``order_dependent``, or measured."""
         if self.cls.order_dependent:
             return True
-        first, again = self.make_group(MIXED), self.make_group(MIXED)
+        first = self.make_group(MIXED)
+        again = self.make_group(MIXED)
         self.run([first, again])
         return bool(different(streams(first), streams(again)))
 
@@ -81,13 +82,15 @@ def different(found: Streams, expected: Streams) -> str:
     """The first stream that differs by more than rounding, and how; empty if none does."""
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in ours | theirs:
-            a, b = ours.get(name), theirs.get(name)
+            a = ours.get(name)
+            b = theirs.get(name)
             if a is None or b is None:
                 same = a is b
             else:
                 same = len(a) == len(b) and np.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
             if not same:
                 return f"{name} of sample {index}: {_text(b)} against {_text(a)}"
+
     return ""
 
 

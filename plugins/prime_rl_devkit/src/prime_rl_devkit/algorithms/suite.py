@@ -54,10 +54,12 @@ def conformance(
         raise  # settings that cannot work with the kit's rollouts: not a fault of the algorithm
     except Exception:
         pass  # the first check meets it again, and reports it
+
     outcomes = [run_check(subject, FIRST)]
     for name, check in list(CHECKS.items())[1:]:
         unseen = Outcome(name, promise_of(check), "skipped", f"{FIRST} failed")
         outcomes.append(unseen if outcomes[0].status == "failed" else run_check(subject, name))
+
     return Report("algorithm", subject.cls.name, tuple(outcomes))
 
 

@@ -44,6 +44,7 @@ class Bench:
             except Exception as error:  # also of the engine's own code
                 self._failure = error
                 raise
+
         return self._subject
 
     def close(self) -> None:

@@ -38,14 +38,17 @@ class Trainer:
         if not receives:
             raise NotApplicable("GET /health lists no receives: the engine reads files alone")
         try:
-            self._workers, backends = int(receives["workers"]), list(receives["backends"])
+            self._workers = int(receives["workers"])
+            backends = list(receives["backends"])
         except (KeyError, TypeError, ValueError) as error:
             raise Broken(
                 f'/health has receives {receives}; expected {{"workers": 1, "backends": ["gloo"]}}'
             ) from error
+
         if "gloo" not in backends:
             raise NotApplicable(f"the engine receives by {backends}, the kit sends by gloo")
-        self._engine, self._member = engine, Member()
+        self._engine = engine
+        self._member = Member()
         self._folder = engine.new_folder("meetings")
         self._group = self.new_folder()
 
@@ -130,5 +133,6 @@ def refused_broadcast(engine: EngineSubject) -> None:
         answer = Trainer(engine).broadcast(tensors)
         refused(answer, f"a broadcast with {what}", REFUSED, name)
         serves(engine, engine.model_folder, f"after a broadcast with {what}", number)
+
     refused(Trainer(engine).abort(), "an aborted broadcast", REFUSED, "the trainer is missing")
     serves(engine, engine.model_folder, "after an aborted broadcast", 2)

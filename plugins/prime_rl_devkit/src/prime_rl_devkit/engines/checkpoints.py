@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTED = ("q_proj", "v_proj", "down_proj")
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -126,6 +127,7 @@ def write_adapter(source: Path, target: Path, *, rank: int = RANK, seed: int = 2
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, wide, generator=generator) * 0.3
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(high, rank, generator=generator) * 0.3
+
     target.mkdir(parents=True)
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     (target / "adapter_config.json").write_text(json.dumps(_adapter_config(source)))
@@ -158,7 +160,9 @@ def merged(source: Path, adapter: Path, target: Path) -> Path:
     tensors = read(source)
     for name, weight in tensors.items():
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        if (low := factors.get(f"{prefix}.lora_A.weight")) is not None:
+        low = factors.get(f"{prefix}.lora_A.weight")
+        if low is not None:
             high = factors[f"{prefix}.lora_B.weight"]
             tensors[name] = (weight.float() + ALPHA / RANK * (high @ low)).to(weight.dtype)
+
     return write(source, target, tensors)

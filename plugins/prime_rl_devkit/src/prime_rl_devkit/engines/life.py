@@ -27,14 +27,17 @@ def sleep(engine: EngineSubject) -> None:
         before = settled(engine)
         engine.ok(engine.admin("/wake_up"))
         time.sleep(0.1)
-        made, ended = engine.metric("generation_tokens") - before, running.done()
+        made = engine.metric("generation_tokens") - before
+        ended = running.done()
         engine.resume()
         found = running.result().choices[0]
+
     if made or ended:
         raise Broken(
             f"between /sleep and /resume {made:.0f} tokens were sampled"
             + " and a request ended" * ended
         )
+
     if engine.exact and found.token_ids != free.token_ids:
         raise Broken("a request that slept has other tokens than one that did not")
 
@@ -53,6 +56,7 @@ def sleeping_update(engine: EngineSubject) -> str:
         if answer.is_success:
             serves(engine, folder, "after an update of a sleeping engine", 1)
             return "taken while asleep"
+
         refused(answer, "an update of a sleeping engine", (*REFUSED, 503), "")
         serves(engine, engine.model_folder, "after a refused update of a sleeping engine", 1)
         return "refused while asleep"
@@ -69,5 +73,6 @@ def ends_on_sigterm(engine: EngineSubject) -> None:
         code = process.wait(30)
     except subprocess.TimeoutExpired as error:
         raise Broken("30 seconds after SIGTERM it still runs") from error
+
     if code != 0:
         raise Broken(f"after SIGTERM it ends with code {code}, expected 0")

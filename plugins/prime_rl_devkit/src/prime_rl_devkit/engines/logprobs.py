@@ -44,8 +44,10 @@ def sampled_distribution(engine: EngineSubject) -> str:
                 f"deviations from the reported probabilities, which add up to {total:.3f} (chance "
                 f"stays below {FAR:g}). Report logprobs after temperature and truncation."
             )
+
         tested += [] if far is None else [far]
         _as_asked(engine, prompt, logprobs, setting)
+
     if not tested:
         raise NotApplicable("one token has nearly all probability at every setting")
     return f"{len(tested)} settings, {DRAWS} samples each: at most {max(tested):.1f} deviations off"
@@ -106,6 +108,7 @@ def generated_logprobs(engine: EngineSubject) -> str:
         (found,) = reply.choices
         gaps.append(engine.reference().gap(prompt, found.token_ids, found.logprobs, **setting))
         _within(engine, gaps[-1], f"a completion at {setting}")
+
     return f"largest gap {max(gaps):.2g} (at most {engine.bound:g})"
 
 
@@ -121,7 +124,8 @@ def alternatives(engine: EngineSubject) -> None:
     """``logprobs: k`` returns the k most likely tokens of each position, of the same
     distribution."""
     engine.need("alternatives")
-    prompt, wanted = prompt_of(engine, 6), 5
+    prompt = prompt_of(engine, 6)
+    wanted = 5
     found = engine.choice(prompt, max_tokens=6, seed=5, logprobs=wanted, temperature=0.8)
     rows = engine.reference().logits([*prompt, *found.token_ids])[len(prompt) - 1 : -1]
     for place, top in enumerate(found.top):
@@ -156,6 +160,7 @@ def prompt_logprobs(engine: EngineSubject) -> str:
         gaps.append(largest_gap(rows, prompt[1:], own))
         _within(engine, gaps[-1], f"prompt_logprobs of {length} tokens")
         gaps += _most_likely(engine, rows, reply.prompt_logprobs, asked)
+
     return f"largest gap {max(gaps):.2g} (at most {engine.bound:g})"
 
 
@@ -174,8 +179,10 @@ def _most_likely(
                 f"prompt_logprobs {wanted}: place {place} has {len(scores)} tokens, {len(likely)} "
                 f"of them among the {wanted} most likely"
             )
+
         gaps.append(largest_gap(row.expand(len(scores), -1), [*scores], ordered))
         _within(engine, gaps[-1], f"prompt_logprobs {wanted} at place {place}")
+
     return gaps
 
 

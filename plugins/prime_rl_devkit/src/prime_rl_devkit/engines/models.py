@@ -45,6 +45,7 @@ def write_tiny_model(folder: Path, seed: int = 0, **config: Any) -> Path:
     for name, tensor in model.named_parameters():
         if "norm" in name:  # with ones everywhere, a norm that is not loaded would go unnoticed
             tensor.data.add_(0.2 * torch.randn_like(tensor))
+
     torch.set_rng_state(state)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -84,6 +84,7 @@ def _logprobs(
         if raw.get("logprobs") is not None:
             raise Broken(f"{where}.logprobs is there without a request; expected null")
         return [], []
+
     content = _of(_of(raw, "logprobs", dict, where), "content", list, f"{where}.logprobs")
     if len(content) != len(token_ids):
         raise Broken(f"{where} has {len(token_ids)} tokens and {len(content)} logprobs")
@@ -95,6 +96,7 @@ def _logprobs(
                 f"expected 'token_id:{token}': clients match them to token_ids"
             )
         _finite(entry.get("logprob"), place)
+
     tops = [entry.get("top_logprobs") or [] for entry in content] if asked > 1 else []
     return (
         [float(entry["logprob"]) for entry in content],
@@ -117,18 +119,21 @@ def _versions(raw: Any, token_ids: Sequence[int], where: str) -> list[tuple[str,
             f"{where}.weight_versions is {spans}; expected spans "
             '{"version": "3", "start": 0, "end": 5}'
         ) from error
+
     edges = [0, *(end for _, _, end in found)]
     if [start for _, start, _ in found] != edges[:-1] or edges[-1] != len(token_ids):
         raise Broken(
             f"{where}.weight_versions is {spans}; expected spans [start, end) that cover all "
             f"{len(token_ids)} tokens without gaps"
         )
+
     return found
 
 
 def _usage(data: Mapping[str, Any], body: Mapping[str, Any], choices: Sequence[Choice]) -> None:
     usage = _of(data, "usage", dict, "the reply")
-    prompt, sampled = len(body["token_ids"]), sum(len(c.token_ids) for c in choices)
+    prompt = len(body["token_ids"])
+    sampled = sum(len(c.token_ids) for c in choices)
     expected = {"prompt_tokens": prompt, "completion_tokens": sampled}
     found = {key: usage.get(key) for key in expected}
     if found != expected:
@@ -140,6 +145,7 @@ def _scores(scores: Any, prompt: Sequence[int]) -> list[dict[int, float]]:
     if not isinstance(scores, list) or len(scores) != len(prompt):
         found = f"{len(scores)} entries" if isinstance(scores, list) else repr(scores)[:100]
         raise Broken(f"prompt_logprobs: {found}, expected one for each of {len(prompt)} tokens")
+
     if scores[0] is not None:
         raise Broken(f"prompt_logprobs[0] is {scores[0]}; nothing comes before it: expected null")
     read = []
@@ -151,4 +157,5 @@ def _scores(scores: Any, prompt: Sequence[int]) -> list[dict[int, float]]:
                 f"{str(token)!r} comes first"
             )
         read.append({int(key): float(value["logprob"]) for key, value in entry.items()})
+
     return read

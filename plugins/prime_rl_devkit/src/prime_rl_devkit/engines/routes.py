@@ -48,6 +48,7 @@ def bad_requests(engine: EngineSubject) -> None:
     for what, change, statuses, word in wrong:
         body = {key: value for key, value in (good | change).items() if value is not ...}
         refused(engine.post(body), what, statuses, word)
+
     text = engine.http.post(GENERATE, content=b"{", headers=engine.headers())
     refused(text, "a body that is no JSON", (400, 422), "")
     engine.reply([1, 2, 3], max_tokens=1)
@@ -61,6 +62,7 @@ def refused(answer: httpx.Response, what: str, statuses: tuple[int, ...], word: 
         raise Broken(
             f"{place} answers {answer.status_code} {answer.text[:200]!r}, expected {expected}"
         )
+
     try:
         message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError) as error:
@@ -68,10 +70,12 @@ def refused(answer: httpx.Response, what: str, statuses: tuple[int, ...], word: 
             f"{place} answers {answer.status_code} {answer.text[:200]!r}; expected "
             '{"error": {"message": <the reason>, "type": ..., "code": ...}}'
         ) from error
+
     if not isinstance(message, str) or not message or word.lower() not in message.lower():
         raise Broken(
             f"{place} is refused with {message!r}; the reason should name {word or 'something'!r}"
         )
+
     return message
 
 
@@ -82,6 +86,7 @@ def overlong_prompt(engine: EngineSubject) -> None:
     for length in (room, room + 10):
         body = engine.body(prompt_of(engine, length), max_tokens=1)
         refused(engine.post(body), f"{length} tokens", (400,), str(room))
+
     cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (40, {}), (5, {"max_tokens": room})]
     for left, asked in cases:
         found = engine.choice(prompt_of(engine, room - left), **asked)
@@ -110,6 +115,7 @@ def admin_key(engine: EngineSubject) -> None:
             answer = engine.http.post(route, json=body, headers=headers)
             engine.moved |= answer.is_success
             refused(answer, what, statuses, "")
+
     engine.reply([1, 2], max_tokens=1)  # not paused
     before = engine.version
     engine.meet()

@@ -50,6 +50,7 @@ def end_of_sequence(engine: EngineSubject) -> None:
             (found,) = engine.replies([again])[0].choices
             token = free.token_ids[places[0]]
             return _ends_with(found, free, places[0] + 1, token, "the model's eos")
+
     raise NotApplicable(f"none of {sorted(ids)} came up in {len(bodies)} samples: nothing to see")
 
 
@@ -58,6 +59,7 @@ def _ends_with(found: Choice, free: Choice, end: int, stop: int, what: str) -> N
         raise Broken(
             f"{what}: the stop token {stop} is missing from the tokens. Include it: it was sampled."
         )
+
     if found.token_ids != free.token_ids[:end] or found.finish_reason != "stop":
         raise Broken(
             f"{what}: {found.token_ids} and {found.finish_reason!r}, expected "
@@ -67,7 +69,8 @@ def _ends_with(found: Choice, free: Choice, end: int, stop: int, what: str) -> N
 
 def min_tokens(engine: EngineSubject) -> None:
     """No stop token is sampled before ``min_tokens``."""
-    prompt, fewest = prompt_of(engine, 4), 6
+    prompt = prompt_of(engine, 4)
+    fewest = 6
     stops = engine.choice(prompt, max_tokens=4, temperature=0.0).token_ids
     for seed in range(4):
         found = engine.choice(
@@ -96,12 +99,14 @@ def greedy(engine: EngineSubject) -> str:
         short = best[i] - float(logprobs[i, token])
         if short > 2 * engine.bound:
             raise Broken(f"token {i} is {token}, which is {short:.3g} nats from the most likely")
+
     gap = max(abs(a - b) for a, b in zip(found.logprobs, best, strict=True))
     if gap > engine.bound:
         raise Broken(
             f"a greedy logprob differs by {gap:.3g} (at most {engine.bound:g}) from the model's at "
             "temperature 1, nothing cut"
         )
+
     return f"largest gap {gap:.2g}"
 
 
@@ -120,6 +125,7 @@ def seeds(engine: EngineSubject) -> None:
             f"{same} of {len(bodies)} seeded requests give the same tokens among others as alone. "
             "Draw each request's numbers from its own seed."
         )
+
     different = {tuple(tokens) for tokens in alone[::3]}
     if len(different) < 2:
         raise Broken(f"seeds {[100 + i for i in range(0, 16, 3)]} all give {different}")
@@ -154,8 +160,10 @@ def nothing_ignored(engine: EngineSubject) -> str:
         if answer.status_code == 400:
             refused(answer, key, (400,), key)
             continue
+
         tokens = engine.ok(answer)["choices"][0]["token_ids"]
         if not set(tokens) <= {11, 12}:
             raise Broken(f"{shaping} is answered with {tokens}. Obey it, or answer 400.")
         obeyed.append(key)
+
     return f"obeys {', '.join(obeyed) or 'none'}; the others are refused"

@@ -118,16 +118,19 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout
                 f"the server ended with code {process.returncode}. The end of its log:\n"
                 f"{_tail(log)}"
             )
+
         if time.monotonic() > deadline:
             raise EngineError(
                 f"the server is not healthy after {timeout:.0f} s. The end of its log:\n"
                 f"{_tail(log)}"
             )
+
         try:
             if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
                 return
         except httpx.TransportError:
             pass
+
         time.sleep(0.1)
 
 

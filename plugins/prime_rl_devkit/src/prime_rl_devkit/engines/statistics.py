@@ -25,9 +25,11 @@ def deviation(counts: Mapping[int, int], logprobs: Mapping[int, float]) -> float
     bins.append((total - sum(c for c, _ in bins), total - sum(e for _, e in bins)))
     bins.sort(key=lambda pair: pair[1])
     while len(bins) > 1 and bins[0][1] < FEWEST:
-        (count, share), (count_, share_) = bins[0], bins[1]
+        (count, share) = bins[0]
+        (count_, share_) = bins[1]
         bins[:2] = [(count + count_, share + share_)]
         bins.sort(key=lambda pair: pair[1])
+
     freedom = len(bins) - 1
     if freedom < 1:
         return None

@@ -71,7 +71,8 @@ class EngineSubject:
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for a required feature in ``lacks``."""
-        if unknown := sorted(set(self.lacks) - set(OPTIONAL)):
+        unknown = sorted(set(self.lacks) - set(OPTIONAL))
+        if unknown:
             raise ValueError(f"lacks: {unknown} are not optional; these are: {sorted(OPTIONAL)}")
         self.http = httpx.Client(
             base_url=self.url,
@@ -128,12 +129,14 @@ class EngineSubject:
         card = self.ok(self.http.get("/v1/models", headers=self.headers()))
         try:
             first = card["data"][0]
-            self.model, self.max_model_len = str(first["id"]), int(first["max_model_len"])
+            self.model = str(first["id"])
+            self.max_model_len = int(first["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Broken(
                 f"/v1/models answers {card}; expected "
                 '{"data": [{"id": ..., "max_model_len": ...}]}'
             ) from error
+
         health = self.ok(self.http.get("/health"))
         if not isinstance(health, dict) or not isinstance(health.get("version"), int):
             raise Broken(f'/health answers {health}; expected {{"status": "ok", "version": 0}}')

@@ -68,6 +68,7 @@ def conformance(engine: EngineSubject, name: str = "engine") -> Report:
         else:
             promise = promise_of(CHECKS[check])
             outcomes.append(Outcome(check, promise, "skipped", f"{lost.check} failed"))
+
     return Report("engine", name, tuple(outcomes))
 
 
@@ -89,6 +90,7 @@ def run_check(engine: EngineSubject, name: str) -> Outcome:
         if outcome.status != "failed":
             said = f"afterwards the engine cannot load its first weights again: {error}"
             return Outcome(name, outcome.promise, "failed", said, error)
+
     return outcome
 
 
@@ -110,6 +112,7 @@ def _run(engine: EngineSubject, name: str) -> Outcome:
     except Exception as error:
         said = f"the reply cannot be read: {type(error).__name__}: {error}"
         return Outcome(name, promise, "failed", said, error)
+
     return Outcome(name, promise, "passed", said or "")
 
 

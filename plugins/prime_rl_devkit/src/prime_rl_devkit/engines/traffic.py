@@ -25,12 +25,14 @@ def concurrency(engine: EngineSubject) -> str:
         same_choice(engine, a.choices[0], b.choices[0])
         for a, b in zip(alone, together, strict=True)
     ]
-    same, gap = sum(equal for equal, _ in compared), max(gap for _, gap in compared)
+    same = sum(equal for equal, _ in compared)
+    gap = max(gap for _, gap in compared)
     if same < (CROWD if engine.exact else CROWD // 2) or gap > 2 * engine.bound:
         raise Broken(
             f"{same} of {CROWD} requests get the tokens they get alone, with logprobs up to "
             f"{gap:.3g} apart (at most {2 * engine.bound:g})"
         )
+
     return f"{same} of {CROWD} with the same tokens, logprobs up to {gap:.2g} apart"
 
 
@@ -69,6 +71,7 @@ def abort(engine: EngineSubject) -> str:
             f"{others} clients left their requests of {long} tokens, and the engine sampled "
             f"{made:.0f} tokens all the same. Watch for disconnects."
         )
+
     if same_choice(engine, alone, beside)[0] is False and engine.exact:
         raise Broken(f"a request beside them got {beside.token_ids}, and alone {alone.token_ids}")
     return f"{made:.0f} tokens sampled of {others * long}"
@@ -98,6 +101,7 @@ async def _leave(engine: EngineSubject, neighbour: dict[str, Any], others: int, 
             post.cancel()
         await asyncio.gather(*posts, return_exceptions=True)
         answer = await beside
+
     return read_reply(engine.ok(answer), neighbour).choices[0]
 
 
@@ -118,6 +122,7 @@ def metrics(engine: EngineSubject) -> None:
                 raise Broken(
                     f"/metrics has no {kind} vllm:{name}; its {kind}s: {', '.join(sorted(table))}"
                 )
+
     before = {name: engine.metric(name) for name in COUNTERS}
     engine.replies([engine.body(prompt_of(engine, 6, i), max_tokens=5) for i in range(3)])
     expected = {"prompt_tokens": 18.0, "generation_tokens": 15.0}

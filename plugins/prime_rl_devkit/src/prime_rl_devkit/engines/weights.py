@@ -63,6 +63,7 @@ def weight_update(engine: EngineSubject) -> str:
         again = engine.choice(prompt_of(engine, 5), max_tokens=4, seed=0)
         if again.versions != [(str(engine.version), 0, 4)]:
             raise Broken(f"after update {engine.version} the versions are {again.versions}")
+
     engine.update(engine.model_folder)
     serves(engine, engine.model_folder, "after an update back", 1)
     return f"largest gap {gap:.2g}; an update took {1000 * seconds:.0f} ms"
@@ -113,7 +114,9 @@ def pause(engine: EngineSubject) -> None:
                     f"while paused {made:.0f} tokens were sampled and {len(early)} requests ended"
                 )
             new.result()
+
         found = old.result().choices[0]
+
     if engine.exact and found.token_ids != free.token_ids:
         at = _parting(found, free)
         raise Broken(f"a request that was paused has other tokens, from number {at} on")
@@ -137,7 +140,8 @@ def in_flight(engine: EngineSubject) -> str:
     """A request that is running during an update keeps its place and its KV, continues with the new
     weights, and tells which version sampled which token."""
     engine.need_admin()
-    old, length = engine.version, engine.max_model_len - 16
+    old = engine.version
+    length = engine.max_model_len - 16
     prompt = prompt_of(engine, 6)
     with other_weights(engine) as folder:
         with engine.running(engine.body(prompt, str(old), max_tokens=length, seed=6)) as running:
@@ -146,6 +150,7 @@ def in_flight(engine: EngineSubject) -> str:
         _both_versions(found, old, engine.version, length)
         swap = found.versions[0][2]
         gaps = _gaps_across(engine, folder, prompt, found, swap)
+
     if gaps["before"] > engine.bound or gaps["kept"] > engine.bound:
         said = ""
         if gaps["before"] <= engine.bound and gaps["recomputed"] <= engine.bound:
@@ -155,6 +160,7 @@ def in_flight(engine: EngineSubject) -> str:
             f"after it from old weights, then new weights over the old KV (at most "
             f"{engine.bound:g}).{said}"
         )
+
     gap = max(gaps["before"], gaps["kept"])
     return f"updated after {swap} of {length} tokens; largest gap {gap:.2g}"
 
@@ -172,9 +178,11 @@ def _gaps_across(
     engine: EngineSubject, folder: Path, prompt: list[int], found: Choice, swap: int
 ) -> dict[str, float]:
     """Before the swap; after it if the KV was kept; after it if it was computed again."""
-    tokens, logprobs = found.token_ids, found.logprobs
+    tokens = found.token_ids
+    logprobs = found.logprobs
     every = [*prompt, *tokens]
-    first, new = engine.reference(), engine.reference(folder)
+    first = engine.reference()
+    new = engine.reference(folder)
     kept = len(prompt) + swap - 1  # the last token before the swap is fed to the new weights
     after = new.logits_after(first, every, kept)[:-1]
     anew = new.logits(every)[kept:-1]
@@ -197,6 +205,7 @@ def cache_salt(engine: EngineSubject) -> str:
             f"a prompt asked twice under one salt: {cold.token_ids} and {warm.token_ids}, "
             f"logprobs {gap:.3g} apart"
         )
+
     long = engine.body(prompt, "a", max_tokens=engine.max_model_len - 80, seed=8)
     with other_weights(engine) as folder:
         with engine.running(long) as running:
@@ -205,12 +214,14 @@ def cache_salt(engine: EngineSubject) -> str:
             running.result()
         (found,) = reply.choices
         gap = engine.reference(folder).gap(prompt, found.token_ids, found.logprobs)
+
     if gap > engine.bound:
         raise Broken(
             f"after an update, under another salt, logprobs differ by {gap:.3g} from the new "
             f"weights' (at most {engine.bound:g}; {reply.cached_tokens} tokens came from a cache): "
             "old KV was used"
         )
+
     return f"largest gap {gap:.2g}; {reply.cached_tokens or 0} tokens from a cache"
 
 
@@ -219,12 +230,14 @@ def adapter(engine: EngineSubject) -> str:
     loaded twice. An adapter that does not fit is refused. A whole model replaces both."""
     engine.need("adapters")
     engine.need_admin()
-    base, folder = engine.model_folder, engine.new_folder("adapter")
+    base = engine.model_folder
+    folder = engine.new_folder("adapter")
     checkpoints.write_adapter(base, folder)
     whole = checkpoints.merged(base, folder, engine.new_folder("merged"))
     for number in range(2):
         engine.update(folder)
         gap = serves(engine, whole, f"with an adapter, update {number + 1} of 2", number)
+
     wrong = checkpoints.write_adapter(base, engine.new_folder("wrong"), rank=checkpoints.RANK + 1)
     answer = engine.load(wrong)
     refused(answer, "an adapter of another rank than its config says", REFUSED, "")

@@ -20,8 +20,10 @@ class Part:
     """Sums over the groups of one question; ``logits`` are those of the policy in training."""
 
     def __init__(self, question: Question, logits: Floats) -> None:
-        self.question, self.logits = question, logits
-        self.one, self.many = np.zeros(logits.size), np.zeros(logits.size)
+        self.question = question
+        self.logits = logits
+        self.one = np.zeros(logits.size)
+        self.many = np.zeros(logits.size)
         """[P] expected update of a step of one group, and of one whose divisor is the number of
         rollouts."""
         self.goal: Floats | None = np.zeros(logits.size)
@@ -56,8 +58,10 @@ def estimate(
     goals = [part.goal for part in parts if part.goal is not None]
     fits: list[Fit | None] = [None, None]
     if len(goals) == len(parts):
-        questions, at = [part.question for part in parts], [part.logits for part in parts]
+        questions = [part.question for part in parts]
+        at = [part.logits for part in parts]
         fits = [fit(questions, found, goals, at) for found in (one, many)]
+
     noise = _noise(parts, fits[0], divisor)
     against = {}
     if of_reward and not lag and not problem.failing:
@@ -105,21 +109,25 @@ def _references(parts: Sequence[Part], size: int) -> dict[str, float]:
     variances = {"reinforce": 0.0} | ({"rloo": 0.0} if size > 1 else {})
     length = 0.0
     for part in parts:
-        p, scores = part.question.probabilities(part.logits), part.question.scores(part.logits)
-        r, squares = part.question.rewards, (scores**2).sum(1)
+        p = part.question.probabilities(part.logits)
+        scores = part.question.scores(part.logits)
+        r = part.question.rewards
+        squares = (scores**2).sum(1)
         gradient = (p * r) @ scores
         own = float(gradient @ gradient)
         length += own
         variances["reinforce"] += (float((p * r**2) @ squares) - own) / size
         if size > 1:
             variances["rloo"] += rloo_square(p, r, scores, size) - own
+
     return {name: variance / length for name, variance in variances.items()}
 
 
 def rloo_square(p: Floats, r: Floats, scores: Floats, size: int) -> float:
     """E |1/G sum_i (r_i - mean of the others) S_i|^2 for replies with probabilities and rewards [K]
     and scores [K, P]."""
-    mean, squares = p @ r, (scores**2).sum(1)
+    mean = p @ r
+    squares = (scores**2).sum(1)
     of_others = (p @ r**2 - mean**2) / (size - 1)
     alone = float(p @ (((r - mean) ** 2 + of_others) * squares))
     # i != j: E[S] = 0, so only the terms with r_i S_i and r_j S_j remain.

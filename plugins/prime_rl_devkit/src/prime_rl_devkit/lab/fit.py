@@ -54,7 +54,8 @@ def fit(
     at: Sequence[Floats],
 ) -> Fit:
     """``found`` E and ``goals`` g, [P] of each question; ``at``: the logits of the policy."""
-    e, g = np.concatenate(found), np.concatenate(goals)
+    e = np.concatenate(found)
+    g = np.concatenate(goals)
     size = float(np.linalg.norm(e))
     if size < 1e-9 * max(1.0, float(np.linalg.norm(g))):
         return Fit(0.0, 0.0, 0.0)
@@ -72,18 +73,22 @@ def fit(
         by_question.append((own_scale, float(np.linalg.norm(own_rest)) / own_size))
         turns = np.repeat(question.turns, len(NAMES))
         by_turn = [np.where(turns == turn, goal, 0.0) for turn in range(1, turns.max() + 1)]
-        levels, lengths = _levels(question, logits), _lengths(question, logits)
+        levels = _levels(question, logits)
+        lengths = _lengths(question, logits)
         columns["difficulty"].append(own_rest)
         columns["turns"].append(_rest(own, [goal, *by_turn])[0])
         columns["rewards"].append(_rest(own, [goal, *by_turn, *levels])[0])
         last, weights = _rest(own, [goal, *by_turn, *levels, *lengths])
         columns["length"].append(last)
         push += weights[-2:] / (abs(own_scale) or 1.0) / len(questions)
-    shares, before = {}, float(np.linalg.norm(rest))
+
+    shares = {}
+    before = float(np.linalg.norm(rest))
     for cause, parts in columns.items():
         after = float(np.linalg.norm(np.concatenate(parts)))
         shares[cause] = float(np.sqrt(max(before**2 - after**2, 0.0))) / size
         before = after
+
     shares["other"] = before / size
     cosine = float(e @ g / size / np.linalg.norm(g))
     residual = float(np.linalg.norm(rest)) / size
@@ -109,14 +114,16 @@ def _rest(values: Floats, columns: Sequence[Floats]) -> tuple[Floats, Floats]:
 def _levels(question: Question, logits: Floats) -> list[Floats]:
     """[P] for each reward: the gradient of its probability. A sum of them, weighted with the
     rewards, is the gradient of the expected reward."""
-    p, scores = question.probabilities(logits), question.scores(logits)
+    p = question.probabilities(logits)
+    scores = question.scores(logits)
     return [(p * (question.rewards == reward)) @ scores for reward in sorted({*question.rewards})]
 
 
 def _lengths(question: Question, logits: Floats) -> list[Floats]:
     """[P] twice: the gradient of the length of the replies above the mean reward, and of the
     others, each beyond their own mean length."""
-    p, scores = question.probabilities(logits), question.scores(logits)
+    p = question.probabilities(logits)
+    scores = question.scores(logits)
     good = question.rewards > p @ question.rewards
     found = []
     for which in (good, ~good):
@@ -128,7 +135,8 @@ def _lengths(question: Question, logits: Floats) -> list[Floats]:
 def _largest(
     questions: Sequence[Question], rest: Floats, most: int = 3
 ) -> tuple[tuple[str, float], ...]:
-    squares, found = rest**2, []
+    squares = rest**2
+    found = []
     total = float(squares.sum())
     if total == 0:
         return ()

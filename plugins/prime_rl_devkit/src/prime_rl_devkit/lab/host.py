@@ -36,6 +36,7 @@ class TableModel(FakeReference):
             state = self.question.states.get(tuple(ids[start + 1 : t]))
             if state is not None:
                 found[t] = table[state]
+
         return ids, found
 
     async def logprobs(self, token_ids: Tokens, *, group_id: int = 0) -> FloatColumn:

@@ -59,6 +59,7 @@ def components(
     if isinstance(loss, str):
         cls = select(LOSS, loss, installed, "--loss")
         loss = cls(cls.config_class())
+
     classes = {name: offered.cls for name, offered in installed.items()} | {"rl": type(loss)}
     if algorithm.action_loss not in classes:
         raise ConfigError(f"no installed loss is called {algorithm.action_loss!r}")
@@ -68,5 +69,6 @@ def components(
         constant = 1.0 if (unit or cls.normalize_by) == "constant" else None
         table = {"normalize_by": unit, "per_env": True, "constant": constant}
         tables[name] = LossTable.model_validate({k: v for k, v in table.items() if v is not None})
+
     heads = {name: installed_losses().heads[name] for name in algorithm.needs_heads}
     return Components(tables, installed, heads).with_rl(loss, tables["rl"])

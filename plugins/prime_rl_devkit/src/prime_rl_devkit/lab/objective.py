@@ -113,5 +113,6 @@ def objective_gradient(
             f'algorithm {algorithm.name!r}: objective is {declared!r}, expected "expected_reward", '
             '"none" or a method that takes Outcomes'
         )
+
     (gradient,) = torch.autograd.grad(value, leaf)
     return np.asarray(gradient.numpy().ravel())

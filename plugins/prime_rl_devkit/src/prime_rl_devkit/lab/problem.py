@@ -131,7 +131,8 @@ class Question:
     @cached_property
     def columns(self) -> list[dict[str, Any]]:
         """What the sample of each reply holds."""
-        table, found = log_softmax(self.logits), []
+        table = log_softmax(self.logits)
+        found = []
         for reply, (states, tokens) in zip(self.replies, self.places, strict=True):
             mask = np.array([False, *reply.sampled])
             logprobs = np.where(mask, np.append(0.0, table[states, tokens]), 0.0)
@@ -146,11 +147,13 @@ class Question:
                     "policy_versions": np.where(mask, np.int32(0), np.int32(-1)),
                 }
             )
+
         return found
 
     def rollout(self, k: int, group_id: int = 0) -> Rollout:
         """Reply ``k`` as the policy samples it."""
-        reply, states = self.replies[k], self.places[k][0]
+        reply = self.replies[k]
+        states = self.places[k][0]
         sample = Sample(**{name: column.copy() for name, column in self.columns[k].items()})
         rewards = {str(2 * n + 1): reward for n, reward in enumerate(reply.turn_rewards)}
         return Rollout(
@@ -187,6 +190,7 @@ def make_question(
     for reply in replies:
         for t, token in enumerate(reply.tokens):
             follows[states.index(reply.tokens[:t]), token] = True
+
     logits = np.random.default_rng(seed).normal(0, spread, follows.shape)
     for number, prefix in enumerate(states):
         logits[number, STOP if B in prefix else B] += skill
@@ -205,6 +209,7 @@ def plain_replies(
             reply = (*prefix, token)
             ends = token == STOP or len(reply) == longest
             (found if ends else open_ends).append(reply)
+
     return [Reply(each, reward(each), (True,) * len(each)) for each in found]
 
 
@@ -230,6 +235,7 @@ def two_turn_replies() -> list[Reply]:
                 chance = 0.7 if likely else 0.3
                 tokens = (first, answer, last)
                 found.append(Reply(tokens, sum(turns), (True, False, True), chance, turns))
+
     return found
 
 
@@ -262,6 +268,7 @@ def joint(questions: Sequence[Question]) -> Question:
             found[number] = question.logits[question.states[prefix[1:]]]
         else:
             found[number, list(names)] = 0.0
+
     return Question("joint", tuple(replies), found)
 
 

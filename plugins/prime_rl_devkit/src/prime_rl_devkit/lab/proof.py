@@ -101,6 +101,7 @@ class Proof:
             line = f"{where}{step}: {finding.text}"
             if line not in found:
                 found.append(line)
+
         return "\n".join(found)
 
     def as_dict(self) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def prove(
         raise ConfigError(
             f"group sizes {sizes} and staleness {[*staleness]}: expected numbers from 1 and from 0"
         )
+
     subject = Subject(algorithm, loss, normalize_by)
     found: list[Estimate] = []
     refused: dict[str, str] = {}
@@ -78,6 +79,7 @@ def prove(
             found += subject.estimates(problem, size, [*dict.fromkeys((0, *lags))])
         except Refused as error:
             refused.setdefault(problem.name, str(error))
+
     return Proof(
         algorithm=algorithm.name,
         loss=subject.divisor.cls.name,
@@ -101,6 +103,7 @@ class Subject:
         if self.component == "rl":
             for other in (Ratio(PluginConfig()), NoRatio(PluginConfig())):
                 self.losses[other.name] = components(algorithm, other, normalize_by)
+
         self.divisor = self.losses["own"][self.component]
         self.asked: dict[str, Asked] = {}
         self.ordered: dict[tuple[object, ...], bool] = {}
@@ -118,10 +121,12 @@ class Subject:
     def estimates(self, problem: Problem, size: int, lags: Sequence[int]) -> Iterator[Estimate]:
         """At every staleness; above 0 also with the plain ratio, and without one."""
         if problem.groups > 1:
-            parts, rollouts = self.batches(problem).parts(size), size * problem.groups
+            parts = self.batches(problem).parts(size)
+            rollouts = size * problem.groups
             found = estimate(problem, rollouts, 0, "own", parts, of_reward=False)
             yield replace(found, group_size=size)
             return
+
         for question in problem.questions:
             self.asked.setdefault(question.name, Asked(self, question))
         for lag in lags:
@@ -152,7 +157,8 @@ class Asked:
     """One question to the subject: every group of its replies, scored and packed."""
 
     def __init__(self, subject: Subject, question: Question) -> None:
-        self.subject, self.question = subject, question
+        self.subject = subject
+        self.question = question
         self.reference = reference_logits(question)
         self.sampler = question
         if subject.algorithm.needs_frozen_source:
@@ -168,11 +174,13 @@ class Asked:
         found = Part(self.question, logits)
         for m in range(1 if failing else size, size + 1):
             share = math.comb(size, m) * (1 - failing) ** m * failing ** (size - m)
-            each, weights = self.updates(m, lag, kind, logits), self.groups[m][1]
+            each = self.updates(m, lag, kind, logits)
+            weights = self.groups[m][1]
             found.add(share * weights, each, size)
             goal = self.goal(m, logits)
             if found.goal is not None:
                 found.goal = None if goal is None else found.goal + share * m / size * goal
+
         return found
 
     def updates(self, m: int, lag: int, kind: str, logits: Floats) -> Updates:
@@ -180,9 +188,11 @@ class Asked:
         if m not in self.groups:
             groups, weights = self._groups(m)
             self.groups[m] = self._packed(groups), weights
+
         if not lag and m in self.fresh:
             return self.fresh[m]
-        losses, component = self.subject.losses[kind], self.subject.component
+        losses = self.subject.losses[kind]
+        component = self.subject.component
         found = updates(self.sampler, self.groups[m][0], losses, logits, component)
         if not lag:
             self.fresh[m] = found
@@ -210,6 +220,7 @@ class Asked:
                 )
             every = [*itertools.product(range(len(p)), repeat=m)]
             return every, np.prod(p[np.array(every)], 1)
+
         every = [*itertools.combinations_with_replacement(range(len(p)), m)]
         orders = np.array([_orders(each) for each in every])
         return every, orders * np.prod(p[np.array(every)], 1)
@@ -224,19 +235,23 @@ class Asked:
         groups = [spread + [0] * (m - len(spread)), *drawn]
         orders = [[g, [*g[1::-1], *g[2:]], [*g[1:], g[0]]] for g in groups]
         rows = self._packed([order for same in orders for order in same])
-        losses, component = self.subject.losses["own"], self.subject.component
+        losses = self.subject.losses["own"]
+        component = self.subject.component
         steps = updates(self.sampler, rows, losses, self.question.logits, component).steps
         return bool(np.ptp(steps.reshape(len(groups), 3, -1), axis=1).max() > 1e-5)
 
     def logits(self, lag: int, size: int) -> Floats:
         """Of the policy in training, ``lag`` versions after the one that sampled: each has climbed
         the objective, or the expected reward where none is declared."""
-        question, found = self.question, self.question.logits
+        question = self.question
+        found = self.question.logits
         for _ in range(lag):
-            p, scores = question.probabilities(found), question.scores(found)
+            p = question.probabilities(found)
+            scores = question.scores(found)
             way = self.goal(size, found)
             way = (p * question.rewards) @ scores if way is None else way
             found = found + STEP * (way / np.linalg.norm(way)).reshape(found.shape)
+
         return found
 
     def goal(self, m: int, logits: Floats) -> Floats | None:
@@ -254,7 +269,8 @@ class Batches(Asked):
 
     def steps(self, batches: Sequence[Sequence[int]], per_batch: int) -> Updates:
         rows = self._packed(batches, per_batch)
-        losses, component = self.subject.losses["own"], self.subject.component
+        losses = self.subject.losses["own"]
+        component = self.subject.component
         return updates(self.sampler, rows, losses, self.question.logits, component)
 
     def mixes(self) -> bool:
@@ -263,7 +279,8 @@ class Batches(Asked):
         right, wrong = (int(f(self.question.rewards[: self.half])) for f in (np.argmax, np.argmin))
         groups = [(right, wrong), (wrong, wrong), (wrong + self.half, right + self.half)]
         both = [(*one, *other) for one, other in itertools.combinations(groups, 2)]
-        together, alone = self.steps(both, 2), self.steps(groups, 1)
+        together = self.steps(both, 2)
+        alone = self.steps(groups, 1)
         sums = alone.steps * alone.divisors[:, None]
         pairs = [one + other for one, other in itertools.combinations(sums, 2)]
         return bool(np.abs(together.steps * together.divisors[:, None] - pairs).max() > 1e-5)
@@ -282,10 +299,12 @@ class Batches(Asked):
             for group in itertools.combinations_with_replacement(own, size):
                 chance = share * float(np.prod(p[[*group]] / share)) * _orders(group)
                 groups.append((group, chance))
+
         pairs = [*itertools.combinations_with_replacement(groups, 2)]
         weights = np.array([(1 + (a != b)) * a[1] * b[1] for a, b in pairs])
         found = self.steps([a[0] + b[0] for a, b in pairs], 2)
-        goal, parts = self.goal(size, self.question.logits), []
+        goal = self.goal(size, self.question.logits)
+        parts = []
         for name, question in zip((X, Y), self.problem.questions, strict=True):
             states = [self.question.states[(name, *prefix)] for prefix in question.states]
             at = np.arange(self.question.logits.size).reshape(-1, len(NAMES))[states].ravel()
@@ -293,6 +312,7 @@ class Batches(Asked):
             part.add(weights, replace(found, steps=found.steps[:, at]), 2 * size)
             part.goal = None if goal is None else goal[at]
             parts.append(part)
+
         return parts
 
 

@@ -53,6 +53,7 @@ def print_proof(proof: Proof) -> None:
     for line in proof.verdict.splitlines():
         code = next((code for (text, _), code in codes.items() if line.endswith(text)), "")
         console.print(Padding(Text(line, COLORS.get(code, "bold red")), (0, 2)))
+
     console.print(_table(proof))
     for said in clips(proof):
         console.print(Padding(Text(said, "dim"), (0, 2)))
@@ -73,6 +74,7 @@ def _table(proof: Proof) -> Table:
         cells += [f"{each.one.cosine:.4f}", f"{each.one.scale:.3f}", f"{each.one.residual:.0e}"]
         cells += [bar, f"{each.many.residual:.0e}", _number(each.against.get("rloo"))]
         table.add_row(*cells)
+
     return table
 
 
@@ -101,6 +103,7 @@ def clips(proof: Proof) -> list[str]:
                 f"lag {own.staleness}: the loss keeps {kept:.0%} of the pull along the gradient "
                 f"that the unclipped ratio has" + (f"; of the tokens, {shares}" if shares else "")
             )
+
     return found
 
 
@@ -137,8 +140,10 @@ def _weights(panel: Any, found: Sequence[tuple[Estimate, Fit, Fit]]) -> None:
             if fit.by_question:
                 scales = [scale for scale, _ in fit.by_question]
                 points = sorted(zip(estimate.rewards.values(), scales, strict=True))
-                means, scales = [mean for mean, _ in points], [scale for _, scale in points]
+                means = [mean for mean, _ in points]
+                scales = [scale for _, scale in points]
                 panel.plot(means, scales, line, label=f"G = {estimate.group_size}, {label} a step")
+
     panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]), top=1.1 * max(0.1, panel.get_ylim()[1]))
     _legend(panel)
 
@@ -161,6 +166,7 @@ def _causes(panel: Any, found: Sequence[tuple[Estimate, Fit, Fit]]) -> None:
                 used.add(cause)
                 bottom += share**2
             names.append(f"{estimate.problem}\nG{estimate.group_size} {label}")
+
     panel.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     highest = max((sum(s**2 for s in f.shares.values()) for _, *fs in found for f in fs), default=0)
     panel.set_ylim(0, min(1.0, max(1.2 * highest, 1e-3)))
@@ -174,6 +180,7 @@ def _noise(panel: Any, found: Sequence[tuple[Estimate, Fit, Fit]]) -> None:
             e.group_size: e.against[name] for e, _, _ in found if name in e.against
         }
         panel.plot([*values], [*values.values()], "-o", label=f"over that of {name}")
+
     panel.axhline(1, color="grey", linewidth=0.8)
     panel.set_ylim(bottom=0)
     panel.set_xticks([e.group_size for e, _, _ in found])
@@ -193,6 +200,7 @@ def _staleness(panel: Any, proof: Proof) -> None:
             cosines = [e.many.cosine for e in points if e.many is not None]
             panel.plot([e.staleness for e in points], cosines, "-o", label=label)
             panel.set_xticks([e.staleness for e in points])
+
     panel.set_ylim(top=1.02)
     _legend(panel)
 

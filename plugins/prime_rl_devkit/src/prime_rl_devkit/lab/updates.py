@@ -119,7 +119,9 @@ def score_groups(
                 raise Refused(
                     f"{does} a group with rewards {rewards}: {type(error).__name__}: {error}"
                 ) from error
+
             scored.append(group)
+
         await algorithm.close()
 
     with logged_metrics():
@@ -142,13 +144,15 @@ def pack_groups(
         (rows,) = pack_ranks(packing, capacity=sum(len(p.sample) for p in packing.pieces))
         (micro_batch,) = rows
         found.append(_rows(question, micro_batch, losses, len(part)))
+
     return found
 
 
 def _rows(question: Question, micro_batch: MicroBatch, losses: Components, size: int) -> Rows:
     row = make_row(micro_batch, torch.device("cpu"))
     tokens = row.token_ids.numpy()
-    state, ends = np.full(len(tokens), -1), np.cumsum([0, *row.lengths])
+    state = np.full(len(tokens), -1)
+    ends = np.cumsum([0, *row.lengths])
     sampled = np.zeros(len(tokens), np.bool_)
     known = {
         reply.tokens: (reply, places[0])
@@ -158,10 +162,12 @@ def _rows(question: Question, micro_batch: MicroBatch, losses: Components, size:
         reply, states = known[tuple(tokens[start + 1 : end].tolist())]
         state[start + 1 : end] = states
         sampled[start + 1 : end] = reply.sampled
+
     allowed = sampled.copy()
     for name in row.shares:
         if not losses[name].cls.compares_with_sampler:
             allowed |= members(micro_batch, name)[row.origins]
+
     if losses.heads:
         # Imported here: it imports transformers.
         from prime_rl.trainer.heads import write_streams
@@ -169,6 +175,7 @@ def _rows(question: Question, micro_batch: MicroBatch, losses: Components, size:
         values = torch.tensor(np.where(state >= 0, question.values[state], 0.0)).float()
         write_streams(micro_batch, row, dict.fromkeys(losses.heads, values), losses)
         row = make_row(micro_batch, torch.device("cpu"))
+
     group = np.array([int(row.envs[env]) for env in row.env_ids])
     return Rows(
         question=question,
@@ -210,10 +217,14 @@ def _updates(rows: Rows, losses: Components, logits: Floats, component: str) -> 
     logp = np.where(np.isfinite(logits), log_softmax(logits), 0.0)
     policy = np.where(np.isfinite(logits), np.exp(log_softmax(logits)), 0.0)
     entropy = -(policy * logp).sum(1)
-    known, state, token, question = rows.state >= 0, rows.state, rows.token, rows.question
+    known = rows.state >= 0
+    state = rows.state
+    token = rows.token
+    question = rows.question
     leaf = _leaf(np.where(known, logp[state, token], 0.0))
     entropies = _leaf(np.where(known, entropy[state], 0.0))
-    leaves, computed = [leaf, entropies], {}
+    leaves = [leaf, entropies]
+    computed = {}
     for name in losses.heads:
         computed[name] = _leaf(np.where(known, question.values[state], 0.0))
     reference = log_softmax(reference_logits(question))[state, token]
@@ -224,6 +235,7 @@ def _updates(rows: Rows, losses: Components, logits: Floats, component: str) -> 
         ids = np.clip(top.numpy(), 0, logits.shape[1] - 1)
         computed["top_logprobs"] = _leaf(np.where(known[:, None], logp[state[:, None], ids], 0.0))
         leaves.append(computed["top_logprobs"])
+
     result = row_loss(rows.row, leaf, losses, rows.counts, entropies, None, computed)
     slopes = _slopes(result, leaves)
     flat = (rows.group * len(logits) + state) * logits.shape[1]
@@ -231,12 +243,14 @@ def _updates(rows: Rows, losses: Components, logits: Floats, component: str) -> 
     if top is not None:
         at = flat[:, None] + ids
         taken += _sums(rows, logits, at[known].ravel(), slopes[2][known].ravel())
+
     steps = -(taken - taken.sum(2, keepdims=True) * policy)
     if slopes[1].any():  # dH/dlogits = -p (log p + H)
         own = np.bincount(
             (rows.group * len(logits) + state)[known], slopes[1][known], rows.size * len(logits)
         )
         steps += own.reshape(rows.size, -1, 1) * (policy * (logp + entropy[:, None]))
+
     divisor = losses[component]
     off_mask = np.bincount(rows.group, np.abs(slopes[0]) * (1 - rows.allowed), rows.size)
     return Updates(
@@ -277,4 +291,5 @@ def _metrics(rows: Rows, result: RowLoss) -> dict[str, Floats]:
                 values = metric.values.detach().double().numpy()[mask]
                 sums[name][0] += np.bincount(group, values, rows.size)
                 sums[name][1] += np.bincount(group, minlength=rows.size)
+
     return {name: both[0] / np.maximum(both[1], 1) for name, both in sums.items()}

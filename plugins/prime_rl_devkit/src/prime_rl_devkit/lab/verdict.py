@@ -33,9 +33,11 @@ def findings(
                 f"{largest.observed:.0%} of the update's norm"
             )
             yield Finding("beside", problem, text)
+
         if largest.many is None or largest.one is None:
             yield Finding("undeclared", problem, "declares no objective here, so nothing is proved")
             continue
+
         core = [*_of_fit(of_problem, "many", averages)]
         yield from core
         known = {finding.code for finding in core} - {"unbiased"}
@@ -46,7 +48,8 @@ def findings(
 
 def _of_fit(estimates: Sequence[Estimate], kind: str, averages: bool) -> Iterator[Finding]:
     """What the fits of one problem say, the largest group last."""
-    last, problem = estimates[-1], estimates[-1].problem
+    last = estimates[-1]
+    problem = estimates[-1].problem
     fits = [(each.group_size, getattr(each, kind)) for each in estimates]
     fit = fits[-1][1]
     when = kind if kind == "one" else ""
@@ -87,6 +90,7 @@ def _unbiased(
         ):
             yield Finding("unbiased", problem, claim + words, when)
             return
+
     text = ", ".join(f"{scale:.3g} at G = {n}" for n, scale in scales)
     yield Finding("unbiased", problem, f"{claim}, times {text}", when)
     if not named:

@@ -152,6 +152,7 @@ def supervised_step(
         ids, labels = pad([columns[row] for row in rows], padding=0)
         for row, flag in zip(rows, backward(model, ids, labels, weight), strict=True):
             right[row] = bool(flag)
+
     update(model, optimizer)
     return right
 
@@ -170,7 +171,8 @@ def warm_up(
     streams = {kind: lessons(kind, seed) for kind in config.lessons}
     exact: dict[Lesson, float] = dict.fromkeys(config.lessons, 0.0)
     targets = {name: target_of(name, config.warmup_exact) for name in config.lessons}
-    kinds, tools = timetable(exact, targets), "".join(tools_block())
+    kinds = timetable(exact, targets)
+    tools = "".join(tools_block())
     for step in range(1, config.warmup_max_steps + 1):
         set_learning_rate(optimizer, config, step)
         names = list(islice(kinds, config.warmup_batch_size))
@@ -182,6 +184,7 @@ def warm_up(
         progress("warming up the model", share_done(step / 150, 1.0 - max(0.0, lacking), 1.0))
         if lacking <= 0:
             return {"steps": step, "lessons": exact}
+
     raise RunError(
         f"tiny-chat: after {config.warmup_max_steps} supervised steps these shares of the "
         f"conversations are right: {exact}; expected {targets}. Raise "

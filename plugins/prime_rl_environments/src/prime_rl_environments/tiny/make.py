@@ -103,6 +103,7 @@ def encode_batch(
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+
     return ids[:, :-1], labels[:, :-1]
 
 
@@ -130,6 +131,7 @@ def warm_up(
         progress("warming up the model", share_done(step / 65, exact, config.warmup_exact))
         if len(shares) == WINDOW and exact >= config.warmup_exact:
             return {"steps": step, "exact": exact}
+
     raise RunError(
         f"tiny-reverse: after {config.warmup_max_steps} supervised steps {exact:.2f} of the words "
         f"are right; expected {config.warmup_exact:.2f}. Raise model.warmup_max_steps or "

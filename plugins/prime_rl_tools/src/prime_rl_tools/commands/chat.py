@@ -45,7 +45,8 @@ def chat(
     from prime_rl_tools.serve.chat import ChatOptions, opened
     from prime_rl_tools.terminal import Console
 
-    console, options = Console(), ChatOptions(system, temperature, max_tokens, seed)
+    console = Console()
+    options = ChatOptions(system, temperature, max_tokens, seed)
 
     def tell(line: str) -> None:
         typer.echo(line, err=True)
@@ -83,11 +84,13 @@ def _say(console: Console, talk: Chat, line: str) -> None:
     if line == "/new":
         talk.forget()
         return
+
     try:
         replies = talk.ask(line)
     except RunError as error:
         console.print(str(error), style="red", markup=False)
         return
+
     table = Table(expand=True, header_style="dim", title=Text(line, "bold"), title_justify="left")
     for side in talk.sides:
         table.add_column(side.label, overflow="fold", ratio=1)

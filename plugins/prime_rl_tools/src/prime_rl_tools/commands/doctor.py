@@ -37,13 +37,16 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
 
     history = History(find_run(run, output_dir))
-    verdicts, steps = diagnose(history), history.steps
+    verdicts = diagnose(history)
+    steps = history.steps
     if as_json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
         return
+
     if len(steps) < MIN_STEPS:
         typer.echo(f"{history.run_dir}: {len(steps)} steps; a verdict needs {MIN_STEPS}")
         return
+
     typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
     for line in reward_lines(history.run_dir):
         typer.echo(line)
@@ -80,4 +83,5 @@ def _text(verdict: Verdict) -> str:
             text, 96, initial_indent=f"  {title:8}", subsequent_indent=" " * 10,
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
+
     return "\n".join(lines)

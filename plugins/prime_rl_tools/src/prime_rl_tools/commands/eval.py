@@ -46,7 +46,8 @@ def _run(request: EvalRequest, as_json: bool) -> None:
     from prime_rl_tools.eval.view import Bars, print_results
     from prime_rl_tools.terminal import Console
 
-    bars, log = Bars(Console(stderr=True)), logging.getLogger("prime_rl_evals.figures")
+    bars = Bars(Console(stderr=True))
+    log = logging.getLogger("prime_rl_evals.figures")
     log.disabled = True  # failures are in the table
     try:
         with bars:
@@ -60,6 +61,7 @@ def _run(request: EvalRequest, as_json: bool) -> None:
         raise typer.Exit(130) from None
     finally:
         log.disabled = False
+
     if as_json:
         envs = {each.env: as_record(each) for each in results}
         record = {"model": request.endpoint.name, "output": str(request.output), "envs": envs}
@@ -67,5 +69,6 @@ def _run(request: EvalRequest, as_json: bool) -> None:
     else:
         print_results(Console(), results)
         typer.echo(f"\n{request.output}")
+
     if any(result.all_failed for result in results):
         raise typer.Exit(1)

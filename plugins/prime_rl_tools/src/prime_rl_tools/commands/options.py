@@ -59,7 +59,9 @@ def with_options(model: type[Settings]) -> Callable[[Callable[..., None]], Calla
                 parameters += [_parameter(name, field) for name, field in fields.items()]
             else:
                 parameters.append(parameter.replace(kind=KEYWORD_ONLY))
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -84,19 +86,22 @@ def validated(model: type[AnySettings], table: Mapping[str, Any]) -> AnySettings
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """What typer reads. The default stays the settings class's: None means not given."""
     typed = _plain(field.annotation)
-    doc, default = " ".join((field.description or "").split()), field.default
+    doc = " ".join((field.description or "").split())
+    default = field.default
     if typed is bool:  # no --no-NAME
         option = typer.Option(f"--{name.replace('_', '-')}", help=doc, show_default=False)
     else:
         shown = "" if default in (None, (), "") else f" [default: {default}]"
         option = typer.Option(help=doc + shown, show_default=False)
+
     annotation = Annotated[typed | None, option]  # type: ignore[valid-type]  # known at run time only
     return inspect.Parameter(name, KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _plain(annotation: Any) -> Any:
     """A type without its constraints, which the settings class checks; a table is given as text."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return _plain(arguments[0])
     if origin is tuple:

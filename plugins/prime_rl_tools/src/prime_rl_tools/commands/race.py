@@ -61,11 +61,13 @@ def race(
     if against not in (None, *(entry.name for entry in entries)):
         names = ", ".join(entry.name for entry in entries)
         raise ConfigError(f"--against {against}: no such config in the race, which has {names}")
+
     try:
         results = _results(entries, seeds, budget, output_dir)
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
     picture = output_dir / "race.png"
     draw_race(picture, output_dir, results, against)
     if as_json:
@@ -93,4 +95,5 @@ def _results(
                 f"{point.step}{' (known)' if known else ''}",
                 highlight=False,
             )
+
     return results

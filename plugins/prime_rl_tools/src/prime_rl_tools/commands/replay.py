@@ -60,11 +60,13 @@ def replay(
         _print_json(changes)
     else:
         _print(run_config, algorithms, replayed, changes)
+
     if out is not None:
         from prime_rl_tools.report import write_report
 
         write_report(run_dir, out, steps=shown, replayed=replayed, algorithms=algorithms)
         typer.echo(f"wrote {out}", err=as_json)
+
     if algorithms == algorithms_of(run_config) and any(c.frames_equal is False for c in changes):
         typer.echo(
             "error: frames differ from those that were sent, though the algorithm is the same. A "
@@ -103,7 +105,8 @@ def _print(
     steps = {change.step for change in changes}
     stored = [r for each in replayed.steps if each.step in steps for r in each.rollouts]
     table.print_most_changed(console, most_changed([replayed.of(s) for s in stored], NUM_SHOWN))
-    if copied := sum(change.num_from_file for change in changes):
+    copied = sum(change.num_from_file for change in changes)
+    if copied:
         console.print(
             f"{copied} rollouts keep their saved streams: scoring them needs a model, or siblings "
             "that are not saved."

@@ -68,6 +68,7 @@ def _print_runs(found: list[RunInfo]) -> None:
         table.add_row(
             Text(run.name), _state(run.state), progress, reward, age(time.time() - run.started)
         )
+
     Console().print(table)
 
 
@@ -83,7 +84,8 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     from prime_rl_tools.view.summary import LOG, read_restarts, restarts_text
 
     run_dir = find_run(run, output_dir)
-    info, reports = run_info(run_dir), processes(run_dir)
+    info = run_info(run_dir)
+    reports = processes(run_dir)
     with reading(run_dir / LOG):
         restarts = read_restarts(run_dir)
     if as_json:
@@ -91,6 +93,7 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         table = {**asdict(info), "restarts": restarts, "processes": rows}
         typer.echo(json.dumps(table, indent=2))
         return
+
     from prime_rl_tools.terminal import Console
 
     console = Console()
@@ -101,7 +104,9 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         console.print(_processes(reports))
     elif info.state in ("failed", "died"):
         console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
-    if (free := shutil.disk_usage(run_dir).free / 2**20) < FULL:
+
+    free = shutil.disk_usage(run_dir).free / 2**20
+    if free < FULL:
         said = f"disk    {free:.1f} MiB are free. Free space; `prime-rl run --resume` continues"
         console.print(said, markup=False, soft_wrap=True)
 
@@ -143,6 +148,7 @@ def _processes(reports: Any) -> Any:
         waits = Text(report.waiting_for or "", "yellow")
         since = age(time.time() - report.time)
         table.add_row(Text(name, "bold"), does, waits, since)
+
     return table
 
 
@@ -172,6 +178,7 @@ def stop(
     except RunError as error:
         typer.echo(f"error: {run_dir}: {error}", err=True)
         raise typer.Exit(1) from None
+
     state = state_of(run_dir)
     typer.echo(f"{run_dir}: {state if was_running else f'does not run (it is {state})'}")
 

@@ -35,11 +35,10 @@ REACHABLE = 0.9
 def entropy_collapse(run: History) -> Iterator[Verdict]:
     """The policy is certain, and its rewards are not at the top."""
     name = "entropy/all/mean"
-    before, after = mean_of(run.values(name, run.early)), mean_of(run.values(name, run.late))
-    reward, best = (
-        mean_of(run.values(REWARD, run.late)),
-        mean_of(run.values(max_of(REWARD), run.late)),
-    )
+    before = mean_of(run.values(name, run.early))
+    after = mean_of(run.values(name, run.late))
+    reward = mean_of(run.values(REWARD, run.late))
+    best = mean_of(run.values(max_of(REWARD), run.late))
     middle = run.steps[len(run.steps) // 2 :][: len(run.late)]
     _, rise = run.change(REWARD, middle, run.late)
     if after < ENTROPY_LEFT * before and reward < REACHABLE * best and rise < NOISE:
@@ -58,14 +57,16 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
         )
 
 
-MISMATCH, MISMATCH_GROWTH = 0.05, 3.0
+MISMATCH = 0.05
+MISMATCH_GROWTH = 3.0
 
 
 def mismatch_growth(run: History) -> Iterator[Verdict]:
     """Trainer and engines disagree more and more on the sampled tokens."""
     name = "mismatch_kl/all/mean"
     usual = [step for step in run.at_peak if step not in run.late] or run.early
-    before, after = median_of(run.values(name, usual)), median_of(run.values(name, run.late))
+    before = median_of(run.values(name, usual))
+    after = median_of(run.values(name, run.late))
     if after > MISMATCH and after > MISMATCH_GROWTH * before:
         lag = mean_of(run.values("off_policy/mean", run.late))
         yield Verdict(
@@ -88,8 +89,10 @@ LENGTH = 1.5
 def length_drift(run: History) -> Iterator[Verdict]:
     """Replies grow or shrink, and the reward does not gain by it."""
     for env in run.envs:
-        name, reward = f"train/{env}/all/num_output_tokens/mean", f"train/{env}/all/reward/mean"
-        before, after = mean_of(run.values(name, run.early)), mean_of(run.values(name, run.late))
+        name = f"train/{env}/all/num_output_tokens/mean"
+        reward = f"train/{env}/all/reward/mean"
+        before = mean_of(run.values(name, run.early))
+        after = mean_of(run.values(name, run.late))
         _, rise = run.change(reward, run.early, run.late)
         if before > 0 and not 1 / LENGTH < after / before < LENGTH and rise < NOISE:
             yield Verdict(
@@ -107,7 +110,8 @@ def length_drift(run: History) -> Iterator[Verdict]:
             )
 
 
-DOMINANT, VARIES = 0.95, 0.02
+DOMINANT = 0.95
+VARIES = 0.02
 
 
 def dominant_term(run: History) -> Iterator[Verdict]:
@@ -119,7 +123,8 @@ def dominant_term(run: History) -> Iterator[Verdict]:
         table = np.array([[s.rollout.rewards.get(n, 0.0) for n in names] for s in seen])
         rewards = np.array([each.rollout.reward for each in seen])
         groups = [(each.step, each.rollout.group_id) for each in seen]
-        within, won = centred_by(table, groups), centred_by(rewards[:, None], groups)[:, 0]
+        within = centred_by(table, groups)
+        won = centred_by(rewards[:, None], groups)[:, 0]
         spread = within.std(0)
         if won.std() < 1e-9 or (spread > VARIES).sum() < 2:
             continue
@@ -141,7 +146,8 @@ def dominant_term(run: History) -> Iterator[Verdict]:
             )
 
 
-SILENT, ENOUGH = 0.1, 32
+SILENT = 0.1
+ENOUGH = 32
 
 
 def silent_env(run: History) -> Iterator[Verdict]:
@@ -226,7 +232,8 @@ def clip_share(run: History) -> Iterator[Verdict]:
             )
 
 
-AGED, SKEW = 0.05, 1.25
+AGED = 0.05
+SKEW = 1.25
 
 
 def staleness_bias(run: History) -> Iterator[Verdict]:
@@ -270,12 +277,15 @@ def staleness_bias(run: History) -> Iterator[Verdict]:
     )
 
 
-SAME, SAME_GROWTH, EXAMPLES = 0.2, 3.0, 8
+SAME = 0.2
+SAME_GROWTH = 3.0
+EXAMPLES = 8
 
 
 def duplicates(run: History) -> Iterator[Verdict]:
     """The same reply for different examples: often a hack of the reward."""
-    before, after = by_env(run.first_rollouts), by_env(run.last_rollouts)
+    before = by_env(run.first_rollouts)
+    after = by_env(run.last_rollouts)
     for env, seen in after.items():
         share, reply, examples = most_common_reply(seen)
         start, _, _ = most_common_reply(before.get(env, []))

@@ -77,7 +77,8 @@ class History:
                 if step >= first and (last is None or step <= last) and "batch/agg/seen" in row
             )
             window = min(MAX_WINDOW, max(3, len(self.steps) // 4))
-            self.early, self.late = self.steps[:window], self.steps[-window:]
+            self.early = self.steps[:window]
+            self.late = self.steps[-window:]
             for step, start in places:
                 if step in self.early or step in self.late:
                     file.seek(start)
@@ -127,7 +128,8 @@ class History:
     def change(self, name: str, early: list[int], late: list[int]) -> tuple[float, float]:
         """The difference of a metric's means, and in standard errors, which its variance within
         the windows gives. (0, 0) without values."""
-        before, after = self.values(name, early), self.values(name, late)
+        before = self.values(name, early)
+        after = self.values(name, late)
         if len(before) < 2 or len(after) < 2:
             return 0.0, 0.0
         difference = float(after.mean() - before.mean())

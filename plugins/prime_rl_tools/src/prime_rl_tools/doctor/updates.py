@@ -18,12 +18,15 @@ from prime_rl_tools.doctor.measures import (
     teaching_share,
 )
 
-FALL, UPSET, SKIPPED = 0.2, 2.0, 0.1
+FALL = 0.2
+UPSET = 2.0
+SKIPPED = 0.1
 
 
 def rate_too_high(run: History) -> Iterator[Verdict]:
     """The reward fell from its best, and the updates were large."""
-    skipped, width = mean_of(run.values("optim/skipped", run.late)), len(run.late)
+    skipped = mean_of(run.values("optim/skipped", run.late))
+    width = len(run.late)
     windows = [run.steps[i : i + width] for i in range(len(run.steps) - 2 * width + 1)]
     best = max(windows, key=lambda steps: mean_of(run.values(REWARD, steps)), default=run.early)
     change, errors = run.change(REWARD, best, run.late)
@@ -48,7 +51,8 @@ def rate_too_high(run: History) -> Iterator[Verdict]:
         )
 
 
-STILL, FLAT_STEPS = 1e-5, 16
+STILL = 1e-5
+FLAT_STEPS = 16
 
 
 def rate_too_low(run: History) -> Iterator[Verdict]:

@@ -77,6 +77,7 @@ class EvalFiles:
                 continue
             if row["ok"]:
                 found[row["example"], row["member"]] = Finished(row["example"], _result(row))
+
         return found
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -89,7 +90,9 @@ class EvalFiles:
                 f"--output: {self.folder} holds an evaluation. Add --resume to continue it, "
                 "or name another folder."
             )
-        was, now = _flat(before), _flat(self._own)
+
+        was = _flat(before)
+        now = _flat(self._own)
         for key in sorted(was | now):
             if was.get(key) != now.get(key):
                 raise ConfigError(

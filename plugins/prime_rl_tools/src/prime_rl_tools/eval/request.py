@@ -107,7 +107,8 @@ def _default_output(labels: list[str], model: str, resume: bool) -> Path:
     """``outputs/evals/ENVS--MODEL``, numbered if that is taken and is not to be resumed."""
     name = folder_of(f"{'+'.join(labels)}--{model.rstrip('/').rpartition('/')[2]}")
     base = Path("outputs/evals") / name
-    number, path = 1, base
+    number = 1
+    path = base
     while path.exists() and not resume:
         number += 1
         path = base.with_name(f"{name}-{number}")
@@ -147,6 +148,7 @@ def run_renderer(run_dir: Path) -> RunRenderer:
             f"{run_dir}: no tokenizer in {' nor in '.join(map(str, folders))}. Evaluate an ENV, "
             "which the endpoint's chat template renders"
         )
+
     hooks = load_plugins(disabled=config.plugins.disabled)
     return RunRenderer(build_renderer(config, hooks), folder)
 
@@ -158,6 +160,7 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
     for path, _ in pairs:
         if path[:2] != ["orchestrator", "eval"]:
             raise ConfigError(_unknown_option(path))
+
     run_dir = run_named(what)
     table: dict[str, Any] = {}
     if run_dir is not None:
@@ -172,6 +175,7 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
             f"{' '.join([*what, *overrides])!r}: expected one ENV, one RUN or TOML files, "
             "then options; prime-rl eval --help lists them"
         )
+
     for path, value in pairs:
         set_at(table, path, value)
     keep_texts(table, overrides)
@@ -237,12 +241,14 @@ def find_endpoint(
             f"--base-url: {url} does not answer ({type(error).__name__}: {error}). Start the model "
             "(prime-rl serve MODEL) or fix the URL."
         ) from error
+
     if answer.status_code in (401, 403):
         missing = "it requires a key. Name the environment variable that holds it"
         wrong = f"it does not accept the key in {api_key_var}"
         raise ConfigError(
             f"--api-key-var: {url} answers {answer.status_code}: {wrong if key else missing}"
         )
+
     name = _model(url, model, answer)
     if client == "tokens":
         _check_tokens(url.removesuffix("/v1"), headers)
@@ -269,6 +275,7 @@ def _model(url: str, model: str | None, answer: httpx.Response) -> str:
         listed = [str(each["id"]) for each in answer.json()["data"]] if answer.is_success else []
     except (ValueError, KeyError, TypeError):
         listed = []
+
     if not listed:
         if model is not None and answer.status_code in (200, 404, 405):
             return model
@@ -276,6 +283,7 @@ def _model(url: str, model: str | None, answer: httpx.Response) -> str:
             f"--base-url: {url}/models answers {answer.status_code}, expected a list of models. "
             "An OpenAI-compatible URL usually ends in /v1" + ("." if model else "; or set --model.")
         )
+
     if model is None and len(listed) == 1:
         return listed[0]
     if model in listed:

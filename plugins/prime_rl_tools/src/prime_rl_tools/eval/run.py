@@ -103,6 +103,7 @@ async def _sample(
         known = {p: f for p, f in finished[env.name].items() if _is_of(env, p)}
         finished[env.name] = known
         progress.start(env.name, env.num_rollouts, list(known.values()))
+
     todo = iter(jobs)
 
     async def work() -> None:
@@ -115,6 +116,7 @@ async def _sample(
         for env in envs:
             await stack.enter_async_context(env.environment)
         await _all(work() for _ in range(min(request.settings.max_concurrency, len(jobs))))
+
     return finished
 
 
@@ -134,7 +136,8 @@ def _is_of(env: EvalEnv, place: Place) -> bool:
 
 
 async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place, Finished]:
-    seed, number = request.settings.seed, job.example * job.env.group_size + job.member
+    seed = request.settings.seed
+    number = job.example * job.env.group_size + job.member
     results = await job.env.environment.run(
         job.env.environment.examples[job.example],
         model=request.endpoint,
@@ -142,7 +145,8 @@ async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place,
         group_id=job.example,
         seed=None if seed is None else seed + number,
     )
-    own, place = of_the_policy(results), (job.example, job.member)
+    own = of_the_policy(results)
+    place = (job.example, job.member)
     files.append(job.env.name, place, own, results)
     return place, Finished(job.example, own)
 

@@ -18,6 +18,7 @@ def _json_object(text: object) -> object:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
+
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object like '{\"key\": 1}'")
     return value

@@ -63,7 +63,8 @@ class Bars:
 
     def start(self, env: str, total: int, finished: Sequence[Finished]) -> None:
         """A new bar."""
-        self._rewards[env], self._failed[env] = [each.reward for each in finished], 0
+        self._rewards[env] = [each.reward for each in finished]
+        self._failed[env] = 0
         self._tasks[env] = self._bars.add_task(env, total=total, reward="-", failed=0)
         self._update(env)
 
@@ -94,6 +95,7 @@ def print_results(console: Console, results: Sequence[EnvFigures]) -> None:
     for title, name, kind in ROWS:
         if any(name in result.figures for result in results):
             table.add_row(title, *(_cell(result.figures.get(name), kind) for result in results))
+
     for name in dict.fromkeys(name for result in results for name in _terms(result)):
         table.add_row(Text(name), *(_cell(_terms(each).get(name), "number") for each in results))
     table.add_row("rollouts", *(f"{result.num_rollouts}" for result in results))
@@ -113,7 +115,8 @@ def _terms(result: EnvFigures) -> dict[str, float]:
 
 
 def _rate(result: EnvFigures, name: str) -> str:
-    value, error = result.figures.get(name), result.figures.get("all/reward/stderr")
+    value = result.figures.get(name)
+    error = result.figures.get("all/reward/stderr")
     if value is None:
         return "-"
     return f"{value:.4f}" + (f" ± {error:.4f}" if name.startswith("avg@") and error else "")

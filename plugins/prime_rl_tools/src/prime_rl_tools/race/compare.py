@@ -69,6 +69,7 @@ class Pair:
             return f"No difference found: {self.better} and {self.other} are equal in {seeds}."
         else:
             found = f"No difference found between {self.better} and {self.other} ({self.mean:+.3f})"
+
         if self.high == inf:
             return f"{found}: {seeds} {'is' if self.num_seeds == 1 else 'are'} too few to tell."
         return f"{found}: {seeds}, interval {self.low:+.3f} to {self.high:+.3f}."
@@ -89,4 +90,5 @@ def compare(rewards: Mapping[str, Mapping[int, float]], against: str | None = No
         found.append(
             Pair(*names, abs(mean), *interval(signed, LEVEL / len(pairs)), num_seeds=len(seeds))
         )
+
     return found

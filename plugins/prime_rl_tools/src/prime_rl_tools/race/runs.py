@@ -99,17 +99,20 @@ def read_entries(
                 f"{entry.path}: no held-out env, so there is nothing to compare. Add a table "
                 "[[orchestrator.eval.env]]."
             )
+
         if budget.needs_interval and any(env.interval is None for env in evaluated):
             raise ConfigError(
                 f"{entry.path}: with a budget of tokens or CPU seconds, the last evaluation within "
                 "the budget counts, and this config evaluates after its last step only. Set "
                 "interval in each [[orchestrator.eval.env]]."
             )
+
         if _held_out(entry) != _held_out(entries[0]):
             raise ConfigError(
                 f"{entry.path} and {entries[0].path} have different [orchestrator.eval] tables: "
                 "their rewards cannot be compared. Make the tables equal."
             )
+
     if len(entries) < 2:
         raise ConfigError("a race needs two configs or more")
     return entries
@@ -143,17 +146,20 @@ def result_of(entry: Entry, seed: int, budget: Budget, folder: Path) -> tuple[Po
         record = json.loads((run_dir / RECORD).read_text())
         if record["key"] == key:
             return Point(**record["point"]), True
+
     if run_dir.exists():
         raise ConfigError(
             f"{run_dir} is not a finished run of this race: its config, budget or seed is another, "
             "or it was interrupted. Delete the folder, or race in another one (--output-dir)."
         )
+
     points = [point for point in _train(entry, seed, budget, run_dir) if budget.allows(point)]
     if not points or (points[-1].step == 0 and entry.config.max_steps > 0):
         raise RunError(
             f"{run_dir}: no evaluation after training began is within the budget. Raise it, or "
             "evaluate more often (interval in [[orchestrator.eval.env]])."
         )
+
     before = points[0].reward if points[0].step == 0 else None
     point = replace(points[-1], before=before)
     (run_dir / RECORD).write_text(json.dumps({"key": key, "point": asdict(point)}, indent=2))
@@ -170,7 +176,9 @@ def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point
         *(f"--run.name={run_dir.name}", f"--output_dir={run_dir.parent}"),
     ]
     points: list[Point] = []
-    num_envs, stopping, used = len(entry.config.orchestrator.eval.env), False, 0.0
+    num_envs = len(entry.config.orchestrator.eval.env)
+    stopping = False
+    used = 0.0
     with log.open("wb") as output:
         process = subprocess.Popen(  # a Ctrl-C reaches the race, which then stops the run once
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -188,11 +196,13 @@ def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point
             if process.poll() is None:  # the user stopped the race
                 process.send_signal(signal.SIGINT)
                 process.wait()
+
     points += _new_points(run_dir, num_envs, points, used)
     if process.returncode not in ((0, 130) if stopping else (0,)):
         raise RunError(
             f"{run_dir.name} failed with exit code {process.returncode}; its output is {log}"
         )
+
     return points
 
 
@@ -222,7 +232,8 @@ def _new_points(run_dir: Path, num_envs: int, known: Sequence[Point], used: floa
 
 def _tokens(run_dir: Path, step: int | None = None) -> int:
     """Tokens of the batches up to a step, or of all so far."""
-    name, found = "progress/total_tokens", 0
+    name = "progress/total_tokens"
+    found = 0
     for row in _rows(run_dir / "metrics.jsonl"):
         if name in row and (step is None or row["step"] <= step):
             found = int(row[name])

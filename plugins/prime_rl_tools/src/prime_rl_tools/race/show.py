@@ -47,6 +47,7 @@ def print_race(console: Console, results: Results, against: str | None) -> None:
             f"{fmean(p.step for p in points):.0f}", f"{fmean(p.tokens for p in points):,.0f}",
             f"{fmean(p.cpu_seconds for p in points):,.0f}",
         )  # fmt: skip
+
     console.print(table)
     console.print(
         "Held-out reward, before and after training: mean over the seeds ± standard error.\n",
@@ -86,10 +87,12 @@ def draw_race(path: Path, folder: Path, results: Results, against: str | None) -
         color = f"C{number}"
         for index, (seed, point) in enumerate(by_seed.items()):
             rows = read_curve(folder / f"{config}-seed{seed}" / "metrics.jsonl", REWARD)
-            steps, values = [s for s, _ in rows], [v for _, v in rows]
+            steps = [s for s, _ in rows]
+            values = [v for _, v in rows]
             label = None if index else config
             curves.plot(steps, running_mean(values), color=color, linewidth=1, label=label)
             curves.plot([point.step], [point.reward], "o", color=color, markersize=5)
+
     curves.set(xlabel="step", ylabel="reward", title="sampled (line), held out (dot), each seed")
     curves.legend(loc="best", frameon=False)
     for row, pair in enumerate(pairs):
@@ -97,6 +100,7 @@ def draw_race(path: Path, folder: Path, results: Results, against: str | None) -
         if isfinite(pair.high):
             forest.plot([pair.low, pair.high], [row, row], color=color, linewidth=2)
         forest.plot([pair.mean], [row], "o", color=color)
+
     forest.axvline(0.0, color="black", linewidth=0.8)
     forest.set_yticks(range(len(pairs)), [f"{pair.better} - {pair.other}" for pair in pairs])
     forest.set(xlabel="difference of held-out reward", title="intervals that hold at any time")

@@ -103,7 +103,8 @@ def same_streams(pair: Scored) -> bool:
 
 
 def _same(before: Sample, after: Sample, name: str) -> bool:
-    first, second = stream(before, name), stream(after, name)
+    first = stream(before, name)
+    second = stream(after, name)
     if first is None or second is None:
         return first is second
     return bool(first.tobytes() == second.tobytes())

@@ -53,6 +53,7 @@ class RecordedReference:
                 asked[max(front, 0) :], sample.token_ids
             ):
                 return np.concatenate([np.zeros(front, np.float32), sample.ref_logprobs])
+
         raise _not_recorded(
             self._env, f"a model's logprobs of {len(asked)} tokens, which are not in the file"
         )
@@ -76,8 +77,10 @@ class ReplayHost:
     def __init__(self, env: str, config: RunConfig, rollouts: Sequence[Rollout]) -> None:
         own = [rollout for rollout in rollouts if rollout.env == env]
         train = config.orchestrator.train
-        self.env, self.envs = env, tuple(each.label for each in train.env)
-        self.seq_len, self.seed = config.seq_len, config.seed
+        self.env = env
+        self.envs = tuple(each.label for each in train.env)
+        self.seq_len = config.seq_len
+        self.seed = config.seed
         sampling = next((each.sampling for each in train.env if each.label == env), None)
         self.max_completion_tokens = (sampling or train.sampling).max_completion_tokens
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")

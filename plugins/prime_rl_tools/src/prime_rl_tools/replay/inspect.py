@@ -50,6 +50,7 @@ def facts_of(path: Path) -> Facts:
             start = file.read(len(MAGIC))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}. Give a file of a run.") from error
+
     with reading(path):
         return _frame(path) if start == MAGIC else _rollouts(path)
 
@@ -216,6 +217,7 @@ def _folder(path: Path) -> Facts:
     if config.exists():
         with reading(config):
             facts["model"] = json.loads(config.read_text("utf-8")).get("model_type")
+
     return facts | {"tensors": tensors}
 
 
@@ -250,6 +252,7 @@ def _tensors(file: Path) -> list[Facts]:
         tensors = msgspec.convert(header, dict[str, _Tensor])
     except ValueError as error:
         raise RunError(f"{file}: not a whole safetensors file: {error}") from error
+
     return [
         msgspec.structs.asdict(tensor) | {"name": name, "parameters": math.prod(tensor.shape)}
         for name, tensor in tensors.items()
@@ -270,5 +273,6 @@ def _header(file: Path) -> tuple[int, Facts]:
         header = msgspec.json.decode(text, type=dict[str, Any])
     except (OSError, struct.error, ValueError, RecursionError) as error:
         raise RunError(f"{file}: not a whole safetensors file: {error}") from error
+
     header.pop("__metadata__", None)
     return size, header

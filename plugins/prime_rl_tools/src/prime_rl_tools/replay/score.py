@@ -110,10 +110,12 @@ def read_steps(run_dir: Path, until: int | None = None) -> list[StoredStep]:
             f"{run_dir / 'rollouts'}: no saved rollouts. Run with orchestrator.save_rollouts = "
             "true."
         )
+
     if until is not None and until not in files:
         raise RunError(
             f"{run_dir / 'rollouts'}: no step {until}; there are {min(files)} to {max(files)}."
         )
+
     return [read_step(path) for step, path in files.items() if until is None or step <= until]
 
 
@@ -124,7 +126,8 @@ async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorit
     """
     members = {place_of(s): s for step in steps for s in (*step.waiting, *step.rollouts)}
     rollouts = [stored.rollout for stored in members.values()]
-    shared, own = load_plugins(disabled=config.plugins.disabled), algorithms_of(config)
+    shared = load_plugins(disabled=config.plugins.disabled)
+    own = algorithms_of(config)
     losses = losses_of(config)
     scorers = {
         env: await _EnvScorer.build(shared, losses, table, ReplayHost(env, config, rollouts))
@@ -136,15 +139,18 @@ async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorit
     scored: dict[Place, Scored] = {}
     for step in steps:
         for key in sorted({place_of(stored)[:2] for stored in step.rollouts}):
-            if (group := groups.pop(key, None)) is not None:
+            group = groups.pop(key, None)
+            if group is not None:
                 env = group[0].rollout.env
                 may_copy = own.get(env) == algorithms[env]
                 scored |= {place_of(s.stored): s for s in await scorers[env].score(group, may_copy)}
+
         for env, scorer in scorers.items():
             kept = [s for s in step.rollouts if s.dropped_by is None and s.rollout.env == env]
             batch = [scored[place_of(stored)] for stored in kept]
             batch = await scorer.score_batch(batch, may_copy=own.get(env) == algorithms[env])
             scored |= {place_of(s.stored): s for s in batch}
+
     for scorer in scorers.values():
         await scorer.algorithm.close()
     return Replayed(steps, scored)
@@ -197,6 +203,7 @@ class _EnvScorer:
             except NotRecorded:
                 if not may_copy:
                     raise
+
         return [_copied(each.stored) for each in batch]
 
     async def _one(self, stored: StoredRollout, may_copy: bool) -> Scored:
@@ -208,6 +215,7 @@ class _EnvScorer:
             if not may_copy:
                 raise
             return _copied(stored)
+
         return Scored(stored, again, from_file=False)
 
 

@@ -53,6 +53,7 @@ def print_changes(console: Console, changes: Sequence[StepChange]) -> None:
             f"{change.zero_before} → {change.zero_after}",
             FRAMES[change.frames_equal],
         )
+
     console.print(table)
 
 
@@ -75,6 +76,7 @@ def print_most_changed(console: Console, pairs: Sequence[Scored]) -> None:
             f"{_mean(pair.stored.rollout):+.4f}",
             f"→ {_mean(rollout):+.4f}",
         )
+
     console.print(table)
 
 

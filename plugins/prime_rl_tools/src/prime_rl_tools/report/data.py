@@ -73,6 +73,7 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
         with path.open("rb") as file:
             file.seek(start)
             lines = file.read()
+
         lines = lines[: lines.rfind(b"\n") + 1]  # the rest is of a run that was killed, or goes on
         for line in lines.splitlines():
             record = msgspec.json.decode(line, type=dict[str, Any])
@@ -80,6 +81,7 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
             for name, value in record.items():
                 if name not in ("step", "time") and isinstance(value, int | float):
                     found[name][step] = float(f"{value:.6g}")
+
     found |= _dropped(found)
     ordered = {
         name: [[step, value] for step, value in sorted(points.items())]
@@ -102,6 +104,7 @@ def _dropped(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, f
             for step, number in seen.items()
             if number and step in trainable
         }
+
     return dropped
 
 

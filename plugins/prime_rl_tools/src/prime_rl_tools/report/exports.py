@@ -66,7 +66,8 @@ class StepExports:
 
 
 def _key(env: str, token_ids: Any, logprobs: Any) -> Key:
-    ids, floats = np.asarray(token_ids, np.int32), np.asarray(logprobs, np.float32)
+    ids = np.asarray(token_ids, np.int32)
+    floats = np.asarray(logprobs, np.float32)
     return env, ids.tobytes(), floats.tobytes()
 
 

@@ -59,8 +59,10 @@ class RunSource:
         algorithms: Mapping[str, AlgoConfig] | None = None,
     ) -> None:
         """Raises ``ConfigError`` if the folder is no run."""
-        self.run_dir, self.config = run_dir, read_run_config(run_dir)
-        self._replayed, self._algorithms = replayed, algorithms
+        self.run_dir = run_dir
+        self.config = read_run_config(run_dir)
+        self._replayed = replayed
+        self._algorithms = algorithms
         self._reset()
 
     def _reset(self) -> None:
@@ -93,6 +95,7 @@ class RunSource:
         for sample in stored.rollout.samples:
             self._pieces.add(sample.token_ids)
             self._has_references |= sample.ref_logprobs is not None
+
         self.table.add(
             {
                 **data.row(step, stored, scored),
@@ -144,7 +147,8 @@ class RunSource:
 
     def _verdicts(self, step: int, state: str) -> list[dict[str, Any]]:
         """What ``prime-rl doctor`` says, read anew every ``EVERY`` steps and at the end."""
-        if (when := (step // EVERY, state)) != self._diagnosed:
+        when = (step // EVERY, state)
+        if when != self._diagnosed:
             self._diagnosed = when
             self._found = [asdict(verdict) for verdict in diagnose(self.run_dir)]
         return self._found
@@ -185,13 +189,15 @@ class RunSource:
                 self._read(path, files[path])
             except PrimeRLError as error:
                 self.problems.append(str(error))
+
         info = run_info(self.run_dir)
         now = (_stamp(self.run_dir / "metrics.jsonl"), info.state, info.step)
         before, self._last = self._last, now
         return bool(fresh) or now != before
 
     def _read(self, path: Path, held_out: bool) -> None:
-        step, first = _read_again(path, *self._seen[path]), 0
+        step = _read_again(path, *self._seen[path])
+        first = 0
         for part in self.add(step, held_out):
             self._chunks[self._num_chunks - 1] = _Chunk(path, first, first + len(part))
             first += len(part)
@@ -225,7 +231,9 @@ def _parts(rollouts: list[StoredRollout]) -> Iterator[list[StoredRollout]]:
         size += stored.rollout.num_tokens
         if size >= CHUNK_TOKENS:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
+
     if part:
         yield part
 

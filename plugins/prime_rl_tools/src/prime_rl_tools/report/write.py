@@ -67,6 +67,7 @@ def write_report(
         temporary.replace(out)
     except OSError as error:
         raise RunError(f"{out}: the page cannot be written: {error}") from error
+
     columns = [source.table.columns for source in sources]
     return ReportFacts(
         sum(len(each["step"]) for each in columns),

@@ -67,6 +67,7 @@ class Side:
                 f"{self.label}: the conversation has {len(ids)} tokens, and the context is "
                 f"{context}. Type /new for a new one."
             )
+
         reply = tokenizer.decode(self._sample(ids, min(options.max_tokens, room), options))
         reply = _without_special(reply, tokenizer)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
@@ -121,13 +122,15 @@ def opened(
     serve``. Raises ``ConfigError`` or ``RunError``."""
     from transformers import AutoTokenizer
 
-    config, folders = read_run_config(run.path), _folders(run)
+    config = read_run_config(run.path)
+    folders = _folders(run)
     tokenizer = AutoTokenizer.from_pretrained(str(run.weights), local_files_only=True)
     with tempfile.TemporaryDirectory(prefix="prime-rl-chat-") as logs, ended_together() as engines:
         sides = []
         for number, (label, folder) in enumerate(folders.items()):
             settings = read_settings(str(folder), overrides, _engine_of(config))
-            server, log = make_server(settings), Path(logs) / f"{number}.log"
+            server = make_server(settings)
+            log = Path(logs) / f"{number}.log"
             tell(f"starting {label}: {folder}")
             engines.append(start_engine(server, folder, config.seq_len, log))
             sides.append(Side(label, server))
@@ -135,6 +138,7 @@ def opened(
                 wait_until_healthy(server, engines[-1])
             except RunError as error:
                 raise RunError(f"{error}\n{log.read_text()[-2000:]}") from error
+
         yield Chat(sides, tokenizer, config.seq_len, options)
 
 
@@ -148,6 +152,7 @@ def _folders(run: Run) -> Mapping[str, Path]:
         before = msgspec.json.decode(path.read_bytes(), type=Launch).initial
     except (OSError, msgspec.MsgspecError) as error:
         raise RunError(f"{run.path}: not a run that has started: {error}") from error
+
     if not (before / "config.json").is_file():
         raise RunError(f"{before}: the model that the run began with is not there any more")
     return {"before": before, f"after step {run.step}": run.weights}

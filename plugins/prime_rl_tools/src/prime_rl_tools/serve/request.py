@@ -34,6 +34,7 @@ def read_settings(
     for word in (model, *overrides[:1]):
         if word.startswith("-") is (word is model):
             raise ConfigError(f"{word!r}: expected one MODEL, then options")
+
     defaults = installed_defaults()
     below = defaults.pop("inference", {})
     known = defaults | below | options
@@ -44,7 +45,9 @@ def read_settings(
         if path == ["model", "name"]:
             raise ConfigError("--model.name: unknown option. MODEL, the first word, is the name")
         set_at(table, path, value)
-    if (run_dir := _run_named(model)) is not None:
+
+    run_dir = _run_named(model)
+    if run_dir is not None:
         model = str(Run(run_dir).weights)
     set_at(table, ["model", "name"], model)
     settings = validated(ServeSettings, table)
@@ -54,6 +57,7 @@ def read_settings(
                 f"--inference.{key}: unknown option. Settings of the engine are "
                 f"--inference.{settings.engine}.KEY; --help lists the others"
             )
+
     build_model_maker(settings, load_plugins(disabled=settings.plugins.disabled))
     build_engine(settings).check(settings.interpreter)
     return settings
@@ -97,6 +101,7 @@ def _is_free(host: str, port: int) -> bool:
         if error.errno == errno.EADDRINUSE:
             return False
         raise ConfigError(f"--host {host} --port {port}: {error}") from error
+
     return True
 
 
@@ -115,6 +120,7 @@ def model_context(folder: Path) -> int:
         for key in ("max_position_embeddings", "n_positions"):
             if isinstance(table.get(key), int):
                 return int(table[key])
+
     raise ConfigError(
         f"--max-model-len: {folder / 'config.json'} does not give the model's context "
         "(max_position_embeddings); give --max-model-len"

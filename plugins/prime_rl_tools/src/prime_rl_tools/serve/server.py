@@ -65,6 +65,7 @@ def serve(settings: ServeSettings, console: Console) -> None:
         if to_make:
             children.append(_start_maker(settings, path, Path(scratch)))
             _wait_for_model(children[0], settings.model.name, Path(scratch), console)
+
         context = settings.max_model_len or model_context(Path(path))
         console.print(f"starting the {settings.engine} engine on {server.url}", highlight=False)
         children.append(start_engine(server, Path(path), context))
@@ -120,10 +121,12 @@ def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) ->
     console.print(f"{name} is not in the cache yet: making or fetching it", markup=False)
     with console.status(name) as line:
         while child.exit_code is None:
-            if report := read_status(scratch / "status" / "model.json"):
+            report = read_status(scratch / "status" / "model.json")
+            if report:
                 share = "" if report.progress is None else f" {report.progress:.0%}"
                 line.update(f"{report.state}{share}")
             time.sleep(TICK_SECONDS)
+
     if child.exit_code:
         raise RunError(f"the model {name} could not be made or fetched: see above")
 
@@ -159,6 +162,7 @@ def wait_until_healthy(server: Server, engine: Child) -> None:
                     f"the engine is not healthy after {limit:.0f} s (--inference.ready_timeout)"
                 )
             time.sleep(TICK_SECONDS)
+
         if server.api_key and http.get("/v1/models").is_success:
             raise RunError(
                 f"--api-key-var: the engine {engine.name!r} answers requests without the key"

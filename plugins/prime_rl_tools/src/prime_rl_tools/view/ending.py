@@ -28,7 +28,8 @@ MAX_ERRORS = 3
 def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Print rewards and sample rollouts before and after training, and the paths of the results.
     ``summary``: what ``summary.json`` holds."""
-    sampled, measured = summary["sampled_reward"], summary["eval"]
+    sampled = summary["sampled_reward"]
+    measured = summary["eval"]
     console.print()
     if summary.get("stopped_at") is not None:
         console.print(f"[bold]Stopped at step {summary['stopped_at']}[/]")
@@ -38,9 +39,11 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
             f"[dim]{'first and last step' if sampled['window'] == 1 else steps}[/]"
         )
-        if shares := sampled.get("outcomes"):
+        shares = sampled.get("outcomes")
+        if shares:
             text = f"of rollouts {outcomes_text(shares)}   mean of all steps"
             console.print(Text(f"{'':16}{text}", outcomes_style(shares)), soft_wrap=True)
+
         if sampled["first"] > 0 and sampled["last"] < COLLAPSED * sampled["first"]:
             console.print(
                 Text(
@@ -50,6 +53,7 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
                     "bold red",
                 )
             )
+
     skips = [bool(share) for _, share in read_curve(run_dir / "metrics.jsonl", "optim/skipped")]
     if any(skips):
         said = (
@@ -57,6 +61,7 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
             f"gradient was not finite, or nothing was left to train. {run_dir / 'logs'} says why."
         )
         console.print(Text(said, "bold red"))
+
     errors = logged_errors(run_dir)
     for error in errors[:MAX_ERRORS]:
         console.print(Text(f"ERROR  {error}", "red"))
@@ -68,10 +73,12 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
     for env, last in {each["env"]: each for each in (*during, *after)}.items():
         first = next(each for each in (*before, *during, *after) if each["env"] == env)
         _print_eval(console, None if first is last else first, last)
+
     template = read_chat_template(run_dir)
     if template is not None and template.warning is not None:
         console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
-    if restarts := summary.get("restarts"):
+    restarts = summary.get("restarts")
+    if restarts:
         _print_line(console, f"Restarts        {restarts_text(restarts)}")
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
@@ -84,9 +91,11 @@ def logged_errors(run_dir: Path) -> list[str]:
     for path in sorted((run_dir / "logs" / "latest").glob("*.log")):
         with path.open(errors="replace") as file:
             for line in file:
-                if error := re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line.rstrip("\n")):
+                error = re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line.rstrip("\n"))
+                if error:
                     sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
                     found.setdefault(sort, f"{path.stem}: {error[1]}")
+
     return [*found.values()]
 
 
@@ -107,6 +116,7 @@ def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
         _print_line(
             console, f"Evaluate it     prime-rl eval {run} --base-url http://127.0.0.1:8000/v1"
         )
+
     if whole_steps(run_dir):
         file, name = (
             shlex.quote(str(each)) for each in (run_dir / "configs" / "run.json", run_dir.name)
@@ -127,6 +137,7 @@ def print_stop(
         _print_line(console, f"Run directory   {run_dir}")
     else:
         _print_line(console, f"stopped before a step was trained: no weights in {run_dir}")
+
     steps = whole_steps(run_dir)
     if steps and steps[-1] < max_steps:
         _print_line(console, f"Resume with     {command} --resume")
@@ -147,6 +158,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
             f"[dim]{after['env']}, {after['num_rollouts']} rollouts; not measured before[/]{failed}"
         )
         return
+
     numbers = before["num_failed"], after["num_failed"]  # they count as reward 0
     failures = f"   [red]failed: {numbers[0]} before, {numbers[1]} after[/]" if any(numbers) else ""
     console.print(
@@ -164,6 +176,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
             Text(_last(second["messages"], "assistant")),
             Text(f"{second['reward']:.2f}", "green"),
         )
+
     console.print(table)
 
 

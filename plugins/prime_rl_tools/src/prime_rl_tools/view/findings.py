@@ -21,7 +21,8 @@ class Findings:
     def __init__(self, run_dir: Path, step: int) -> None:
         """``step``: the last one that previous attempts have trained."""
         self.found: list[Verdict] = []
-        self._run_dir, self._next = run_dir, (step // EVERY + 1) * EVERY
+        self._run_dir = run_dir
+        self._next = (step // EVERY + 1) * EVERY
         self._thread: Thread | None = None
         self._said: set[tuple[str, str | None]] = set()
 

@@ -47,7 +47,8 @@ PRINT_EVERY = 10
 RECENT = 20
 """Steps over which speed, waiting and the time left are measured."""
 BARS = "▁▂▃▄▅▆▇█"
-WIDEST, NARROW = 120, 96
+WIDEST = 120
+NARROW = 96
 """Columns: the view grows up to the first, and has fewer columns below the second."""
 NEWS = 3
 """Messages that are shown while the run is going on."""
@@ -83,6 +84,7 @@ class TerminalView(RunView):
             self._live = Live(console=self.console, auto_refresh=False, screen=True)
         elif self.console.is_jupyter:
             self._live = Cell()
+
         self._news: list[str] = []
         self._sampled = Sampled(run_dir)
         self._server: Server | None = None
@@ -98,6 +100,7 @@ class TerminalView(RunView):
             self._server = Server(Watched([self.run_dir]))
             self._server.start()
             self.print(f"watch it at {self._server.url}")
+
         if self._live:
             self._live.start()
         return self
@@ -106,9 +109,11 @@ class TerminalView(RunView):
         if self._server:
             self._server.close()
             self._server = None
+
         if self._live:
             self._live.update(self.render(), refresh=True)
             self._live.stop()
+
         if isinstance(self._live, Live):  # the alternate screen is gone
             self.console.print(self.render())
             for line in self._news:
@@ -122,6 +127,7 @@ class TerminalView(RunView):
         if self._live:
             self._live.update(self.render(), refresh=True)
             return
+
         if self.metrics.step <= self._steps_before:
             super().refresh()
         self._print_steps()
@@ -150,17 +156,21 @@ class TerminalView(RunView):
             total=self.max_steps, completed=metrics.step, width=max(8, min(40, width - 50))
         )
         times = clock(time.monotonic() - self.started)
-        if (left := metrics.seconds_left(self.max_steps)) is not None:
+        left = metrics.seconds_left(self.max_steps)
+        if left is not None:
             times += f", about {clock(left)} left"
         table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, Text(times)))
         if metrics.headline is not None:
             name, value = metrics.headline
             curve = sparkline(metrics.rewards, max(8, width - 32)) if metrics.rewards else ""
             cell = Text.assemble((f"{value} ", "bold"), (curve, "green"))
-            if shares := metrics.outcomes:
+            shares = metrics.outcomes
+            if shares:
                 cell.append(f"\nof rollouts {outcomes_text(shares)}", outcomes_style(shares))
             table.add_row(name, cell)
-        if trained := metrics.trained:
+
+        trained = metrics.trained
+        if trained:
             table.add_row("trainer", Text("   ".join(trained)))
         table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f} of batches, prompts included")
         if metrics.waits:
@@ -168,7 +178,8 @@ class TerminalView(RunView):
         kl = metrics.latest.get("mismatch_kl/all/mean")
         apart = "" if kl is None else f"   mismatch KL {kl:.1e}"
         table.add_row("off-policy", metrics.off_policy + apart)
-        if (findings := self._findings.render()) is not None:
+        findings = self._findings.render()
+        if findings is not None:
             table.add_row("doctor", findings)
         return table
 
@@ -186,6 +197,7 @@ class TerminalView(RunView):
                     state.append(f"\nwaits for {report.waiting_for}", "magenta")
             cells = (state, waits, last) if width >= NARROW else (state,)
             table.add_row(Text(name, "bold"), *cells)
+
         return table
 
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
@@ -197,11 +209,13 @@ class TerminalView(RunView):
         together = more or not (folder / "inference.json").exists()
         engines = [*([ENGINES] if together else []), "inference", *more]
         for name in ("model", *engines, "trainer", "orchestrator", "env_workers"):
-            if (report := read_status(folder / f"{name}.json")) is not None:
+            report = read_status(folder / f"{name}.json")
+            if report is not None:
                 yield name, report
 
     def _print_steps(self) -> None:
-        metrics, step = self.metrics, self.metrics.step
+        metrics = self.metrics
+        step = self.metrics.step
         shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
         if shown > self._printed_step:
             self._printed_step = shown
@@ -271,6 +285,7 @@ class MetricsTail:
                 msgspec.convert(row, HasStep)
             except (ValueError, RecursionError):
                 continue  # damaged; `doctor` and the report say so
+
             self.latest |= row
             if row["step"] > self._timed.get("step", 0) and "time/step" in row:
                 self._timed = {"step": row["step"]}
@@ -299,14 +314,16 @@ class MetricsTail:
         """Tokens of batches, prompts and replies, over the last twenty steps."""
         if len(self._clock) < 2:
             return 0.0
-        (_, t0, n0), (_, t1, n1) = self._clock[0], self._clock[-1]
+        (_, t0, n0) = self._clock[0]
+        (_, t1, n1) = self._clock[-1]
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
     def seconds_left(self, max_steps: int) -> float | None:
         """Until the last step, at the speed of the last twenty; None: not known yet."""
         if len(self._clock) < 2 or self.step >= max_steps:
             return None
-        (s0, t0, _), (s1, t1, _) = self._clock[0], self._clock[-1]
+        (s0, t0, _) = self._clock[0]
+        (s1, t1, _) = self._clock[-1]
         return (max_steps - s1) * (t1 - t0) / (s1 - s0) if s1 > s0 else None
 
     @property
@@ -347,7 +364,8 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         chunks = [values[a:b] for a, b in pairwise(edges)]
         values = [sum(chunk) / len(chunk) for chunk in chunks]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     span = (high - low) or 1.0
     return "".join(BARS[int((value - low) / span * (len(BARS) - 1) + 0.5)] for value in values)
 
@@ -373,6 +391,7 @@ def _status_cells(report: StatusReport) -> tuple[Text, RenderableType, Renderabl
     if report.progress is not None and report.progress < 1:
         bar = ProgressBar(total=1.0, completed=report.progress, width=20)
         last = _row(bar, f"{report.progress:4.0%}")
+
     return state, Text(report.waiting_for or "", "magenta"), last
 
 

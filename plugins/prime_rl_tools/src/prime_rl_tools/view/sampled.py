@@ -30,18 +30,22 @@ class Sampled:
     """Rollouts of the newest batch in turn."""
 
     def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._now = run_dir, now
+        self._run_dir = run_dir
+        self._now = now
         self._tokenizer: Any = None
         self._seen: Path | None = None
         self._shown: list[Rollout] = []
-        self._number, self._since = 0, now()
+        self._number = 0
+        self._since = now()
 
     def render(self, width: int) -> RenderableType | None:
         """The rollout whose turn it is; None before the first batch, and where the run has no
         tokenizer file that can be read quickly."""
         if self._now() - self._since >= SECONDS or not self._shown:
-            self._since, self._number = self._now(), self._number + 1
+            self._since = self._now()
+            self._number = self._number + 1
             self._read()
+
         if not self._shown or self._tokenizer is None:
             return None
         rollout = self._shown[self._number % len(self._shown)]

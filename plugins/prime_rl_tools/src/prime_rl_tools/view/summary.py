@@ -83,7 +83,8 @@ def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
     What an earlier attempt measured after its training was measured during that of the run."""
     found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
     for result in read_rows(run_dir / "evals.jsonl", _Eval):
-        step, when = result.pop("step"), result.pop("when")
+        step = result.pop("step")
+        when = result.pop("when")
         found["during" if when == "after" and step < last else when].append(result)
     return found
 
@@ -118,7 +119,8 @@ def _plot_curve(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    steps, values = [s for s, _ in rewards], [v for _, v in rewards]
+    steps = [s for s, _ in rewards]
+    values = [v for _, v in rewards]
     axes.plot(steps, values, color="#9db4d8", linewidth=1, label="sampled reward (each step)")
     axes.plot(steps, running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
     held_out: dict[str, list[tuple[int, float]]] = {}
@@ -128,6 +130,7 @@ def _plot_curve(
         versions, means = zip(*points, strict=True)
         style = {"color": "#d9822b", "markersize": 6, "linewidth": 1}
         axes.plot(versions, means, "o--", label=f"held out: {env}", **style)
+
     axes.set(xlabel="step", ylabel="reward", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=False)

@@ -79,6 +79,7 @@ class Watched:
                 if any(news) or not self._version:
                     self._version += 1
                     self._changed.notify_all()
+
             self._ended.wait(POLL_SECONDS)
 
     def close(self) -> None:
@@ -129,7 +130,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, watched: Watched, port: int = 0) -> None:
         """``port``: 0 for a free one. Raises ``ConfigError`` if it is taken."""
-        self.watched, self.token = watched, secrets.token_urlsafe(16)
+        self.watched = watched
+        self.token = secrets.token_urlsafe(16)
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         try:
             super().__init__((HOST, port), _Handler)
@@ -180,6 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             not in {f"{n}:{self.server.server_port}" for n in (HOST, "localhost")}
         ):
             return self._send(404, b"not found: the address that prime-rl watch prints has a token")
+
         try:
             self._answer(rest[0], parse_qs(address.query).get("have", ["[]"])[0])
         except (LookupError, ValueError, msgspec.MsgspecError) as error:
@@ -214,9 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
         if as_file:
             name = self.server.watched.run_dirs[0].resolve().name
             self.send_header("Content-Disposition", f'attachment; filename="{name}.html"')
+
         if "gzip" in self.headers.get("Accept-Encoding", "") and len(body) > 1000:
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")
+
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
