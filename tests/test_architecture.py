@@ -58,6 +58,7 @@ EXEMPT = {
         "prime_rl.registry.calls",
         "prime_rl.registry.components",
         "prime_rl.rollout",
+        "prime_rl.rundir.status",
         "prime_rl.streams",
         "prime_rl.trainer",
         "prime_rl.weights",

@@ -37,7 +37,7 @@ DECLARED = (
 )
 """Files with a requirement like ``vllm>=0.32,<0.34``."""
 INTERPRETER = "plugins/prime_rl_vllm/src/prime_rl_vllm/interpreter.py"
-BOUNDS = re.compile(r"OLDEST, NEWEST = \((\d+), (\d+)\), \((\d+), (\d+)\)")
+BOUNDS = re.compile(r"OLDEST = \((\d+), (\d+)\)\nNEWEST = \((\d+), (\d+)\)")
 
 ENGINE = ("vllm.v1.engine.async_llm.AsyncLLM",)
 WORKER = ("vllm.v1.worker.gpu_worker.Worker",)
@@ -417,7 +417,7 @@ def write_range(oldest: tuple[int, int], newest: tuple[int, int]) -> None:
         path = ROOT / name
         path.write_text(RANGE.sub(requirement(oldest, newest), path.read_text()))
     path = ROOT / INTERPRETER
-    bounds = f"OLDEST, NEWEST = {oldest}, {newest}"
+    bounds = f"OLDEST = {oldest}\nNEWEST = {newest}"
     path.write_text(BOUNDS.sub(bounds, path.read_text()))
 
 

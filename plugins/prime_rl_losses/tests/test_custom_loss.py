@@ -107,22 +107,29 @@ def test_the_documented_example_gives_hand_computed_numbers(path: str, module: A
     assert float(wider.loss.detach()) == pytest.approx(-(1.5 - 0.4 + 0.5 - 1.25))
 
 
+def prompted(column: np.ndarray) -> np.ndarray:
+    """The columns of two sequences of 4 and 2 tokens, each after a token of a prompt: nothing
+    predicts a first token."""
+    return np.insert(column, [0, 4], column.dtype.type(0))
+
+
 def test_the_example_trains_a_packed_row_sequence_by_sequence(module: Any) -> None:
     module(EXAMPLE)
     micro_batch = MicroBatch(
-        token_ids=np.arange(6, dtype=np.int32),
-        loss_mask=np.array(MASK),
-        inference_logprobs=INFERENCE.astype("f4"),
-        sequence_lengths=np.array([4, 2], np.int32),
+        token_ids=np.arange(8, dtype=np.int32),
+        loss_mask=prompted(np.array(MASK)),
+        inference_logprobs=prompted(INFERENCE.astype("f4")),
+        sequence_lengths=np.array([5, 3], np.int32),
         temperatures=np.ones(2, np.float32),
         env_ids=np.array([0, 1], np.uint16),
         envs=("a", "b"),
-        advantages=np.array(ADVANTAGES, np.float32),
+        advantages=prompted(np.array(ADVANTAGES, np.float32)),
     )
     losses = installed_losses().with_rl(custom())
     counts = count_members([micro_batch], losses)
     row = make_row(micro_batch, torch.device("cpu"))
-    result = row_loss(row, torch.tensor(TRAINER, requires_grad=True), losses, counts)
+    trainer = torch.tensor(prompted(np.array(TRAINER)), requires_grad=True)
+    result = row_loss(row, trainer, losses, counts)
     assert float(result.loss.detach()) == pytest.approx(0.35 / 5)
     step = StepMetrics(counts)
     for block in result.metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
@@ -159,28 +160,34 @@ def test_one_call_for_all_sequences_equals_one_call_each(loss: DefaultLoss | IPO
 
 
 def test_the_mixed_batch_has_the_golden_total_and_gradient() -> None:
-    """Two sequences: the first trains by rl and ce, the second by ref_kl; N = (4, 2, 5)."""
-    none = [0.0] * 6
+    """Two sequences: the first trains by rl and ce, the second by ref_kl; N = (4, 2, 5). Each has a
+    token of a prompt before the golden six, because nothing predicts a first token."""
+    none = [0.0] * 7
+
+    def prompted(values: Sequence[float]) -> list[float]:
+        return [0.0, *values]
+
     micro_batch = MicroBatch(
-        token_ids=np.arange(12, dtype=np.int32),
-        loss_mask=np.array(MASK * 2),
-        inference_logprobs=np.tile(INFERENCE, 2).astype("f4"),
-        sequence_lengths=np.array([6, 6], np.int32),
+        token_ids=np.arange(14, dtype=np.int32),
+        loss_mask=np.array(prompted(MASK) * 2, np.bool_),
+        inference_logprobs=np.array(prompted(INFERENCE) * 2, np.float32),
+        sequence_lengths=np.array([7, 7], np.int32),
         temperatures=np.ones(2, np.float32),
         env_ids=np.zeros(2, np.uint16),
         envs=("a",),
-        advantages=np.array(ADVANTAGES * 2, np.float32),
-        rl_weights=np.array([1, 1, 1, 0, 1, 1, *none], np.float32),
-        ce_weights=np.array([0, 0, 0, 0.1, 0, 0.1, *none], np.float32),
-        ref_kl_weights=np.array([*none, *MASK], np.float32),
-        ref_logprobs=np.tile(REF, 2).astype("f4"),
+        advantages=np.array(prompted(ADVANTAGES) * 2, np.float32),
+        rl_weights=np.array([*prompted([1, 1, 1, 0, 1, 1]), *none], np.float32),
+        ce_weights=np.array([*prompted([0, 0, 0, 0.1, 0, 0.1]), *none], np.float32),
+        ref_kl_weights=np.array([*none, *prompted(MASK)], np.float32),
+        ref_logprobs=np.array(prompted(REF) * 2, np.float32),
     )
     losses = installed_losses().with_rl(default())
     counts = count_members([micro_batch], losses)
     assert counts.totals == {"rl": 4, "ce": 2, "ref_kl": 5}
     trainer = torch.tensor(TRAINER, requires_grad=True)  # both sequences have these logprobs
     row = make_row(micro_batch, torch.device("cpu"))
-    result = row_loss(row, trainer.repeat(2), losses, counts)
+    of_row = torch.cat([torch.zeros(1), trainer]).repeat(2)
+    result = row_loss(row, of_row, losses, counts)
     assert float(result.loss.detach()) == pytest.approx(0.140328, abs=1e-6)
     assert torch.autograd.grad(result.loss, trainer)[0].tolist() == pytest.approx(
         [0.0357, -0.001248, -0.192294, 0.061938, -0.000546, -0.05], abs=1e-6

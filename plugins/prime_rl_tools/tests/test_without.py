@@ -94,12 +94,13 @@ def test_a_plugin_that_exits_at_import_is_an_error_with_its_name(call):
 
 
 def test_a_run_is_checked_without_the_code_of_a_plugin_in_any_group(call, tmp_path):
-    """Also in those that core reads itself: ``prime_rl.fits``, ``prime_rl_app.plugin`` ..."""
+    """Also in those that core reads itself: ``prime_rl.fits``, ``prime_rl.defaults`` ..."""
     root = CONFIG.parents[2]
-    sources = [*root.glob("core/src/**/*.py"), *root.glob("plugins/*/src/**/*.py")]
+    folders = ("core/src", "app/src", "plugins/*/src")
+    sources = [file for folder in folders for file in root.glob(f"{folder}/**/*.py")]
     text = "".join(file.read_text() for file in sources)
     groups = {*re.findall(r'"(prime_rl\.[a-z_]+)"', text)}
-    assert {"prime_rl.fits", "prime_rl_app.plugin", "prime_rl.errors", "prime_rl.checks"} <= groups
+    assert {"prime_rl.fits", "prime_rl.env_workers", "prime_rl.checks"} <= groups
     info = tmp_path / "site" / "ill-0.1.dist-info" / "entry_points.txt"
     info.write_text("".join(f"[{group}]\nbad = bad_exit:x\n" for group in (*groups, "prime_rl")))
     words = COMMANDS["run"][0]

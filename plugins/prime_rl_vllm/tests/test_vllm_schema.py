@@ -94,7 +94,9 @@ def engine(workers=1, replicas=1, device="cpu"):
     """A fake of vLLM's client."""
     parallel = SimpleNamespace(data_parallel_size=replicas, world_size=workers)
     config = SimpleNamespace(
-        parallel_config=parallel, device_config=SimpleNamespace(device_type=device)
+        parallel_config=parallel,
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
     )
     return SimpleNamespace(check_health=_nothing, vllm_config=config)
 

@@ -90,6 +90,9 @@ class Examples:
                 self._tasks[position] = task
                 if len(self._tasks) > self.KEPT:
                     self._tasks.popitem(last=False)
+        except ConfigError:  # of the run's settings, not of this example
+            self._next = 0
+            raise
         except (Exception, SystemExit) as error:
             self._next = 0  # a generator that has raised gives nothing more
             reason = f"{type(error).__name__}: {error}"

@@ -37,9 +37,9 @@ def _numpy(tensor: Tensor, **options: Any) -> Any:
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
 
-def _first(policy: Any, device: torch.device, half: bool) -> None:
+def _first(policy: Any, packings: Any, device: torch.device, half: bool) -> None:
     """Rows go through the model in the fastest way. The trainer's own check reads values."""
-    policy.use(policy.packings(device)[0])
+    policy.use(packings[0])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,15 @@ from prime_rl.entries import entries, leaving_out
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.manager import Hooks, source_of
 
-PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
+PACKAGES = (
+    "prime-rl-core",
+    "prime-rl-app",
+    "torch",
+    "transformers",
+    "verifiers",
+    "renderers",
+    "numpy",
+)
 """Distributions whose version may decide what a run does."""
 
 

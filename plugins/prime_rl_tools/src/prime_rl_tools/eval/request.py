@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.proxies import is_loopback, settle
 from prime_rl.registry.manager import load_plugins
@@ -140,7 +139,7 @@ def run_renderer(run_dir: Path) -> RunRenderer:
     """The renderer of a run, and the folder of its tokenizer. Raises ``ConfigError``."""
     config = read_run_config(run_dir)
     folders = [run_dir / "weights"]
-    with suppress(OSError, msgspec.MsgspecError):  # a run that never started has no such file
+    with suppress(RunError):  # a run that never started has no such file
         folders.append(Path(Launch.read(run_dir).model_path))
     folder = next((each for each in folders if (each / "tokenizer_config.json").exists()), None)
     if folder is None:
