@@ -25,6 +25,7 @@ META = "prime_rl"
 FOLDERS = {
     META: ".",
     "prime_rl_core": "core",
+    "prime_rl_app": "app",
     "prime_rl_grpo": "prime_rl_grpo",
     "prime_rl_echo": "prime_rl_echo",
     "prime_rl_distill": "prime_rl_distill",
@@ -137,7 +138,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(dist, name):
     assert not [entry for entry in files if "tests/" in entry or "/test_" in entry]
     assert not [entry for entry in files if entry.endswith((".safetensors", ".bin", ".pt"))]
     if name == META:
-        assert files == ["prime_rl_app/defaults.toml"]
+        assert files == ["prime_rl_defaults/defaults.toml"]
     else:
         package = {"prime_rl_core": "prime_rl", "prime_rl_math": "math_problems"}.get(name, name)
         assert f"{package}/py.typed" in files
@@ -161,7 +162,7 @@ def bare(dist, tmp_path_factory):
     tests."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, with_pip=False)
-    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", *ALGORITHMS)]
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "app", "devkit", *ALGORITHMS)]
     tools = ["pytest", "pytest-asyncio", "hypothesis"]
     run(*pip(folder / "bin"), "install", "--quiet", "--disable-pip-version-check",
         "-c", ROOT / "constraints.txt", "--find-links", dist, *wheels, *tools)  # fmt: skip
@@ -241,7 +242,7 @@ def test_core_and_an_algorithm_work_on_each_python(dist, tmp_path, minor):
         pytest.skip(f"no other Python 3.{minor} here")
     run(interpreter(minor), "-m", "venv", "--without-pip", tmp_path / "venv")
     folder = tmp_path / "venv/bin"
-    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", "grpo")]
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "app", "devkit", "grpo")]
     run(*pip(folder), "install", "--quiet", "--disable-pip-version-check",
         "--find-links", dist, *wheels)  # fmt: skip
     code = "import pkgutil, prime_rl.plugins as p; [__import__(m.name) for m in "
