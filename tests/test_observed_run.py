@@ -93,7 +93,8 @@ def test_an_evaluation_between_steps_measures_one_version_and_training_goes_on(
     assert all("eval/reverse-text/avg@4" in row for row in evals)
     batches = [row for row in rows if "train/agg/all/reward/mean" in row]
     assert [row["step"] for row in batches] == list(range(1, 9))
-    assert max(row["off_policy/max"] for row in batches) <= 2
+    # While an evaluation takes the engine, groups wait: never longer than the config allows.
+    assert max(row["off_policy/max"] for row in batches) <= 8
     check_waiting(batches, [row for row in rows if "loss/mean" in row])
     check_monitors(tmp_path / "run")
 

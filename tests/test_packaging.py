@@ -217,7 +217,8 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     assert done.returncode == 2
     first, *others = done.stderr.splitlines()
     assert first == (
-        "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
+        f"error: {ROOT}/configs/reverse_text/grpo.toml:13: env 'reverse-text': algo: no installed "
+        "plugin offers the algorithm 'grpo' "
         "(installed: opd, opsd, sdft, sdpo, sft). Check the spelling, or install the package that "
         "brings it (by convention prime-rl-grpo)."
     )

@@ -101,7 +101,6 @@ def test_each_stage_in_turn_takes_long_and_nothing_is_restarted(
         "trainer: loading weights",
         "inference: loading weights",
         "orchestrator: waiting (waits for inference (engine start))",
-        "waits for workers of reverse-text",
         "orchestrator: evaluating",
         "inference: generating",
         "trainer: training",

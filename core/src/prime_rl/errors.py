@@ -76,3 +76,7 @@ class ProcessFailed(RunError):
         self.name = name
         self.cause = cause
         self.reported = reported
+
+
+class Terminated(SystemExit):
+    """A signal ends this process, at whatever code runs now: none of it has failed."""

@@ -26,7 +26,7 @@ from prime_rl.entries import (
     leaving_out,
     names_of,
 )
-from prime_rl.errors import PluginError
+from prime_rl.errors import PluginError, Terminated
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.registry.calls import run_as, running
@@ -255,6 +255,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     hooks.sources[entry.name] = source
     try:
         plugin = entry.load()
+    except Terminated:
+        raise
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {source} failed to import: {type(error).__name__}: {error}. "

@@ -23,7 +23,7 @@ from prime_rl.config.orchestrator import (
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
 from prime_rl.entries import entries
-from prime_rl.errors import ConfigError, PluginError, PrimeRLError
+from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.launchers import Engine, Launcher
@@ -113,6 +113,8 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
         source = hooks.sources.get(impl.plugin_name, unknown)
         try:
             classes = list(impl.function())
+        except Terminated:
+            raise
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must "

@@ -22,11 +22,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import PrimeRLError, Terminated
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
@@ -232,10 +233,16 @@ def exit_on_signal(at_once: bool = False) -> None:
     one has not within the grace period. Files are written under another name until they are
     complete, so this leaves none half-written.
     """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if at_once:
+            os._exit(ENDED)
+        raise Terminated(ENDED)
+
     wakeup, sender = socket.socketpair()
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(ENDED) if at_once else sys.exit(ENDED))
+        signal.signal(number, end)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open
