@@ -101,7 +101,10 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
     pieces = _without_incomplete(pieces, losses)
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
-        bundles.setdefault(key[: 4 - scopes[piece.group]], []).append(index)
+        # The wider the scope, the fewer parts of the key tell two bundles apart: the group alone
+        # for "group", the group and the rollout for "rollout", all three for a sample.
+        num_parts = len(SCOPES) - scopes[piece.group]
+        bundles.setdefault(key[:num_parts], []).append(index)
 
     return Packing(pieces, [*bundles.values()], frozenset(needs), step)
 
@@ -201,8 +204,8 @@ def pack_ranks(
         ranks = plan_ranks(rows, lengths, capacity, num_ranks, totals)
 
     return [
-        [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in own]
-        for own in ranks
+        [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in rows]
+        for rows in ranks
     ]
 
 
@@ -303,8 +306,8 @@ def batch_frames(
 
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
-        own = replace(packing, bundles=[packing.bundles[i] for i in part])
-        packed = pack_ranks(own, capacity, num_ranks, attention_flops)
+        minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
+        packed = pack_ranks(minibatch, capacity, num_ranks, attention_flops)
         for rank, rows in zip(ranks, packed, strict=True):
             rank += [replace(row, minibatch=number) for row in rows]
 

@@ -107,7 +107,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     the contract."""
     if kind.name in hooks.offers:
         return hooks.offers[kind.name]
-    found: dict[str, Offered[AnyOffer]] = {}
+    by_name: dict[str, Offered[AnyOffer]] = {}
     for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
         unknown = Origin(impl.plugin_name, "not installed", "")
         source = hooks.sources.get(impl.plugin_name, unknown)
@@ -124,14 +124,14 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
         for cls in classes:
             _check_class(cls, kind, source)
             check_plugin(cls, str(source), hooks.group)
-            first = found.setdefault(cls.name, Offered(cls, source))
+            first = by_name.setdefault(cls.name, Offered(cls, source))
             if first.cls is not cls:
                 raise PluginError(
                     f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and "
                     f"by plugin {source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
 
-    hooks.offers[kind.name] = dict(sorted(found.items()))
+    hooks.offers[kind.name] = dict(sorted(by_name.items()))
     return hooks.offers[kind.name]
 
 
@@ -163,8 +163,8 @@ def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
         )
 
     for member, method in inspect.getmembers(kind.base, inspect.isroutine):
-        own = getattr(cls, member)
-        if inspect.iscoroutinefunction(own) and not inspect.iscoroutinefunction(method):
+        override = getattr(cls, member)
+        if inspect.iscoroutinefunction(override) and not inspect.iscoroutinefunction(method):
             raise PluginError(
                 f"plugin {source}: {cls.__qualname__}.{member} is 'async def' and core calls it "
                 "without 'await', so its body would never run. Make it a plain 'def'."
@@ -259,19 +259,20 @@ class _Plain(Kernel):
 def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
     """The kernel that ``trainer.attention`` selects, with the keys that the run sets; for ``auto``
     where none is installed, core's own. Raises ``ConfigError``."""
-    own = Offered[Kernel](_Plain, Origin("core", "prime-rl-core", ""))
-    offers = {_Plain.name: own, **collect(hooks, KERNEL)}
+    default = Offered[Kernel](_Plain, Origin("core", "prime-rl-core", ""))
+    offers = {_Plain.name: default, **collect(hooks, KERNEL)}
     cls = select(KERNEL, config.attention, offers, "trainer.attention")
     fields = TrainerConfig.model_fields
     keys = ("fused_lm_head", "lm_head_block", "share_prompts")
-    found = {key: value for key in keys if (value := getattr(config, key)) != fields[key].default}
-    return cls(settings_of(cls, KERNEL, found, "trainer"))
+    values = {key: getattr(config, key) for key in keys}
+    changed = {key: value for key, value in values.items() if value != fields[key].default}
+    return cls(settings_of(cls, KERNEL, changed, where="trainer"))
 
 
 def make_optimizer(config: OptimConfig, hooks: Hooks) -> OptimizerMaker:
     """What makes the optimizer of ``[trainer.optim]``. Raises ``ConfigError``."""
-    own = Offered[OptimizerMaker](AdamWMaker, Origin("core", "prime-rl-core", ""))
-    offers = {AdamWMaker.name: own, **collect(hooks, OPTIMIZER)}
+    default = Offered[OptimizerMaker](AdamWMaker, Origin("core", "prime-rl-core", ""))
+    offers = {AdamWMaker.name: default, **collect(hooks, OPTIMIZER)}
     cls = select(OPTIMIZER, config.type, offers, "trainer.optim.type")
     return cls(settings_of(cls, OPTIMIZER, config.settings, "trainer.optim"))
 

@@ -93,7 +93,7 @@ class Trainer:
         self.optimizer = build_optimizer(maker, self.model, optim.lr, optim.weight_decay)
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
-        self.optimizers = [self.optimizer, *(own for _, own in self.heads.values())]
+        self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]
         scheduler = self.config.scheduler.fitted(self.max_steps)
         self.learning_rate = make_schedule(scheduler, optim.lr, self.max_steps)
         self.references = References(self.model, self.config, self.initial, self.colocated)
@@ -136,7 +136,8 @@ class Trainer:
         have: on a GPU they would end the process without a reason."""
         ids = micro_batch.token_ids
         size = self.model.config.vocab_size
-        if len(wrong := ids[(ids < 0) | (ids >= size)]):
+        wrong = ids[(ids < 0) | (ids >= size)]
+        if len(wrong):
             raise StreamError(
                 f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
                 f"to {size - 1}, the policy's vocabulary. Use the policy's tokenizer."
@@ -292,11 +293,11 @@ def wait_for_batch(
             observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame
 
-    found, micro_batches = decode_batch(frame)
-    if found != step:
+    batch_step, micro_batches = decode_batch(frame)
+    if batch_step != step:
         raise WireError(
-            f"got the micro batches of step {found}, expected step {step}: a batch was lost or "
-            "sent twice. Go on with --resume."
+            f"got the micro batches of step {batch_step}, expected step {step}: a batch was lost "
+            "or sent twice. Go on with --resume."
         )
 
     return micro_batches
