@@ -182,7 +182,7 @@ def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
     config, _ = fitted(load_config(files_of(path), ["--max-steps", "6"]))
-    config.trainer.scheduler.check(config.trainer.optim.lr, 6)
+    config.trainer.scheduler.fitted(6).check(config.trainer.optim.lr, 6)
 
 
 def test_configs_are_shipped() -> None:
