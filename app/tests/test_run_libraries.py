@@ -16,7 +16,7 @@ from prime_rl_app import libraries as module
 from prime_rl_app.cli.app import app
 from prime_rl_app.libraries import libraries
 
-CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo_vllm.toml"
+CONFIG = Path(__file__).parents[2] / "configs" / "reverse_text" / "grpo_vllm.toml"
 
 
 def interpreter(folder: Path, **found: str) -> Path:
