@@ -322,10 +322,7 @@ def test_the_settings_of_a_plugin_live_in_its_package() -> None:
     [["--help"], ["run", "--help"], ["plugins", "list"], ["plugins", "list", "--json"]],
     ids=" ".join,
 )
-def test_a_quick_command_imports_nothing_heavy(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # `plugins list` remembers nothing
+def test_a_quick_command_imports_nothing_heavy(arguments: list[str]) -> None:
     loaded = modules_loaded_by(
         f"""
 import sys

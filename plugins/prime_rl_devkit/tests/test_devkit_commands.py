@@ -106,11 +106,8 @@ def score_group(group):
     ]  # fmt: skip
 
 
-def test_plugins_are_imported_again_when_one_has_changed(tmp_path, site, monkeypatch):
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a new __pycache__ is a change too
+def test_a_plugin_that_has_changed_is_listed_as_it_is_now(tmp_path, site):
     code = """
-import os
-with open("imports", "a") as file: file.write("x")
 from prime_rl import hookimpl
 
 @hookimpl
@@ -121,18 +118,17 @@ def step_finished(): ...
     def listed():
         rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
         (row,) = (row for row in rows if row["plugin"] == "seen")
-        return row["implements"], row["error"], (tmp_path / "imports").read_text()
+        return row["implements"], row["error"]
 
-    assert listed() == listed() == (["step_finished"], None, "x")
+    assert listed() == (["step_finished"], None)
     module = tmp_path / "site" / "seen.py"
     module.write_text(code.replace("step_finished", "weights_published"))
-    assert listed() == listed() == (["weights_published"], None, "xx")
+    assert listed() == (["weights_published"], None)
     module.write_text(code + "raise ValueError('broken')")
-    assert "ValueError: broken" in listed()[1] and listed()[2] == "xxxx"
+    assert "ValueError: broken" in listed()[1]
     module.write_text("import warnings\nwarnings.warn('old', FutureWarning)\n" + code)
-    for _ in range(2):
-        done = prime_rl("plugins", "list", cwd=tmp_path)
-        assert "FutureWarning: old" in done.stderr and done.returncode == 0
+    done = prime_rl("plugins", "list", cwd=tmp_path)
+    assert "FutureWarning: old" in done.stderr and done.returncode == 0
 
 
 def shown(*arguments, columns=80):

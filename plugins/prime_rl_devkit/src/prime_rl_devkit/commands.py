@@ -19,27 +19,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def list_plugins(as_json: AsJson = False) -> None:
     """Every installed plugin: distribution, version, offers, and the hooks it implements and
-    wraps; for a broken one, the reason. The exit code is 1 if one is broken. Plugins are imported
-    when one has changed since the last call.
+    wraps; for a broken one, the reason. The exit code is 1 if one is broken.
 
     ```
     prime-rl plugins list
     ```
     """
-    from prime_rl_devkit.memory import remembered
+    from prime_rl_devkit.facts import inventory
     from prime_rl_devkit.tables import print_inventory
 
-    rows = remembered(_inventory)
+    rows = inventory()
     print_answer = print_json if as_json else print_inventory
     print_answer(rows)
     if any(row["error"] for row in rows):
         raise typer.Exit(1)
-
-
-def _inventory() -> list[dict[str, Any]]:
-    from prime_rl_devkit.facts import inventory
-
-    return inventory()
 
 
 def show(
