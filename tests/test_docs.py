@@ -549,4 +549,4 @@ def test_every_distribution_has_a_readme_that_names_it() -> None:
     ]:
         (name,) = re.findall(r'^name = "(.+)"$', pyproject.read_text(), re.MULTILINE)
         assert f"# {name}" in (pyproject.parent / "README.md").read_text()
-        assert f"`{name}`" in (ROOT / "README.md").read_text()
+        assert f"`{name}`" in (ROOT / "docs/packages.md").read_text()

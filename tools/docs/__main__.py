@@ -13,13 +13,19 @@ from tools.docs.api_page import api_page
 from tools.docs.config_page import config_page
 from tools.docs.estimators_page import estimators_page
 from tools.docs.hooks_page import hooks_page
+from tools.docs.packages_page import packages_page
 
 
 def pages(estimators: bool = False) -> dict[str, str]:
     """Every generated page by file name."""
     if estimators:
         return pages() | {"estimators.md": estimators_page()}
-    return {"hooks.md": hooks_page(), "config.md": config_page(), "api.md": api_page()}
+    return {
+        "hooks.md": hooks_page(),
+        "config.md": config_page(),
+        "api.md": api_page(),
+        "packages.md": packages_page(),
+    }
 
 
 def outdated(directory: Path, estimators: bool = False) -> list[str]:
