@@ -200,8 +200,9 @@ def reference_of(runs: Path, name: str) -> Path:
 
 
 def tolerance(name: str) -> float:
-    """Muon multiplies in bfloat16, where the last bit of a gradient may become one of 2^-8."""
-    return 1e-4 if "muon" in name else 1e-5
+    """Muon multiplies in bfloat16, where the last bit of a gradient may become one of 2^-8. A
+    token's ``k3`` magnifies a difference of log-probabilities by ``e^d - 1``, six times at 3.9."""
+    return 5e-4 if "muon" in name else 1e-5
 
 
 COMPARED = (

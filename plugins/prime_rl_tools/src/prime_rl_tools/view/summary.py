@@ -30,9 +30,13 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     window = min(WINDOW, (len(values) + 1) // 2)
     shares = mean_outcomes(read_batches(run_dir / "metrics.jsonl"))
     versions = run_dir / "plugins.json"
-    plugins: list[dict[str, str]] = []
+    loaded = _Loaded()
     with suppress(OSError, ValueError, RecursionError):  # else the summary is without them
-        plugins = msgspec.json.decode(versions.read_bytes(), type=_Plugins).plugins
+        loaded = msgspec.json.decode(versions.read_bytes(), type=_Loaded)
+
+    ours = {
+        name: version for name, version in loaded.packages.items() if name.startswith("prime-rl")
+    }
     return {
         "steps": len(values),
         "stopped_at": stopped_at,
@@ -42,15 +46,16 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
             "window": window,
             **({"outcomes": shares} if shares else {}),
         },
-        "plugins": {row["distribution"]: row["version"] for row in plugins},
+        "plugins": ours | {row["distribution"]: row["version"] for row in loaded.plugins},
         "eval": read_evals(run_dir, max_steps if stopped_at is None else stopped_at),
         "restarts": read_restarts(run_dir),
         "plot": PLOT,
     }
 
 
-class _Plugins(msgspec.Struct):
-    plugins: list[dict[str, str]]
+class _Loaded(msgspec.Struct):
+    packages: dict[str, str] = {}
+    plugins: list[dict[str, str]] = []
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
