@@ -223,7 +223,7 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
         "brings it (by convention prime-rl-grpo)."
     )
     # What else is missing there, at once.
-    assert any(line.startswith("orchestrator.renderer.name: no installed") for line in others)
+    assert any("orchestrator.renderer.name: no installed" in line for line in others)
     assert list(tmp_path.iterdir()) == []
     run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
