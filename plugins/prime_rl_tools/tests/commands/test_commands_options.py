@@ -1,5 +1,7 @@
 """Options of a command that come from a settings class."""
 
+from pathlib import Path
+
 import pytest
 import typer
 from typer.main import get_command
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 from prime_rl.config.base import Settings
 from prime_rl.errors import ConfigError
+from prime_rl_app.cli.app import app
 from prime_rl_tools.commands.eval import evaluate
 from prime_rl_tools.commands.options import validated, with_options
 from prime_rl_tools.commands.serve import serve
@@ -70,3 +73,15 @@ def test_errors_name_the_option():
         validated(Example, {"num_items": "x"})
     with pytest.raises(ConfigError, match=r"^--num-item: unknown key; did you mean 'num_items'\?$"):
         validated(Example, {"num_item": 1})
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "report", "inspect", "watch"])
+def test_a_command_that_only_reads_takes_the_newest_run(command: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [command, "--output-dir", str(tmp_path)])
+    assert str(result.exception) == f"latest: there is no run in {tmp_path}"
+
+
+@pytest.mark.parametrize("command", ["stop", "scale"])
+def test_a_command_that_changes_a_run_wants_its_name(command: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [command, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 2 and "Missing argument 'RUN'" in result.output

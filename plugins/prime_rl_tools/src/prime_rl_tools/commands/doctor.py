@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, RunName
 from prime_rl_tools.commands.runs import AsJson
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ NOTE = (
 )
 
 
-def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     """Say what keeps a run from learning: verdicts with evidence, threshold and the key to change.
 
     ```
-    prime-rl doctor latest
+    prime-rl doctor
     ```
     """
     from prime_rl.errors import printable

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prime_rl_tools.commands.options import OUTPUTS, OutputDir, run_names
+from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, run_names
 
 
 def inspect(
@@ -20,14 +20,14 @@ def inspect(
             "folder of weights or of a checkpoint.",
             autocompletion=run_names,
         ),
-    ],
+    ] = Path(LATEST),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     output_dir: OutputDir = OUTPUTS,
 ) -> None:
     """Print the contents of a run or of one of its files.
 
     ```
-    prime-rl inspect latest
+    prime-rl inspect
     prime-rl inspect outputs/mine/rollouts/step_3.msgpack
     ```
     """

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 OUTPUTS = Path("outputs")
+LATEST = "latest"
+"""The run of ``RunName`` where a command that only reads is given none."""
+
 OutputDir = Annotated[
     Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
 ]
@@ -27,14 +30,14 @@ OutputDir = Annotated[
 def run_names(incomplete: str) -> list[str]:
     """What a shell completes RUN to: ``latest`` and the runs in ``outputs``."""
     names = [path.parent.parent.name for path in OUTPUTS.glob("*/configs/run.json")]
-    return [name for name in ["latest", *sorted(names)] if name.startswith(incomplete)]
+    return [name for name in [LATEST, *sorted(names)] if name.startswith(incomplete)]
 
 
 RunName = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Name or path of a run, or latest.",
+        help="Name or path of a run; latest: the newest.",
         show_default=False,
         autocompletion=run_names,
     ),

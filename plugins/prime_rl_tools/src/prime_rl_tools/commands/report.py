@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, RunName
 
 
 def report(
-    run: RunName,
+    run: RunName = LATEST,
     out: Annotated[
         Path | None, typer.Option(help="The page. Default: report.html in the run directory.")
     ] = None,
@@ -23,7 +23,7 @@ def report(
     """Write one HTML page that shows a run: curves, every rollout, and credit token by token.
 
     ```
-    prime-rl report latest
+    prime-rl report
     prime-rl report mine --beside yours
     ```
     """

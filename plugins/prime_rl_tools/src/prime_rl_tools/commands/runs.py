@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, RunName
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -72,7 +72,7 @@ def _print_runs(found: list[RunInfo]) -> None:
     Console().print(table)
 
 
-def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+def status(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     """Say how far a run is and what each of its processes does or waits for.
 
     ```

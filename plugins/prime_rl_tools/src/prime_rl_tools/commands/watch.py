@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from prime_rl_tools.commands.options import OUTPUTS, OutputDir, run_names
+from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, run_names
 
 
 def watch(
     runs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="RUN...",
-            help="Name or path of a run, or latest. Two runs are compared.",
+            help="Name or path of a run; latest: the newest. Two runs are compared.",
             show_default=False,
             autocompletion=run_names,
         ),
-    ],
+    ] = None,
     port: Annotated[int, typer.Option(help="Port on loopback; 0 is a free one.")] = 0,
     output_dir: OutputDir = OUTPUTS,
 ) -> None:
@@ -27,14 +27,14 @@ def watch(
     held-out answers appear as the run writes them.
 
     ```
-    prime-rl watch latest
+    prime-rl watch
     prime-rl watch mine yours
     ```
     """
     from prime_rl_app.runs import find_run
     from prime_rl_tools.watch.server import Server, Watched
 
-    server = Server(Watched([find_run(run, output_dir) for run in runs]), port)
+    server = Server(Watched([find_run(run, output_dir) for run in runs or [LATEST]]), port)
     server.start()
     typer.echo(f"watch it at {server.url}")
     typer.echo("Ctrl-C ends it", err=True)
