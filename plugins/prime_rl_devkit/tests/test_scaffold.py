@@ -225,6 +225,7 @@ def test_the_last_command_trains_with_the_new_plugin(tmp_path):
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {
+    "prime-rl-app": "app/src/prime_rl_app",
     "prime-rl-core": "core/src/prime_rl",
     "prime-rl-devkit": "plugins/prime_rl_devkit/src/prime_rl_devkit",
     "prime-rl-broadcast": "plugins/prime_rl_broadcast/src/prime_rl_broadcast",

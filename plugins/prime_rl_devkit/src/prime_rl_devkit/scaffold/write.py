@@ -108,6 +108,8 @@ def _files(names: Names, kind: str) -> Iterator[tuple[str, str]]:
     """Path and text of every file."""
     fields = asdict(names) | {"kind": kind, "verifiers_range": VERIFIERS, "losses": ""}
     fields |= {"checked": _checked(names.name, kind), "points": _entry_points(names, kind)}
+    floor = "prime-rl-app" if "launcher" in kind.split("+") else "prime-rl-core"
+    fields["floor"] = floor  # what its modules import; a launcher builds on that of the application
     if "+" not in kind:
         yield from _rendered(kind, fields)
         return
