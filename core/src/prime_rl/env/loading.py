@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -42,17 +42,48 @@ def check_taskset(env_id: str, where: str) -> None:
 
     verifiers looks among its own tasksets first, then for a top-level module of that name.
     """
-    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    package = importlib.util.find_spec("verifiers")
-    places = package.submodule_search_locations if package else None
-    shipped = [Path(place) / "v1" / "tasksets" for place in places or ()]
-    own = {each.stem for folder in shipped if folder.is_dir() for each in folder.iterdir()}
-    if name in own or importlib.util.find_spec(name) is not None:
+    name = module_of(env_id)
+    shipped = shipped_by_verifiers("tasksets")
+    if name in shipped or importlib.util.find_spec(name) is not None:
         return
-    installed = {module.name for module in pkgutil.iter_modules()} | own
+    installed = {module.name for module in pkgutil.iter_modules()} | shipped
     close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
     hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
     raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
+
+
+def module_of(component: str) -> str:
+    """The module in which verifiers looks for a taskset or harness of this id."""
+    return component.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def shipped_by_verifiers(kind: str) -> set[str]:
+    """Names of verifiers' own ``tasksets`` or ``harnesses``, which it prefers. Imports nothing."""
+    package = importlib.util.find_spec("verifiers")
+    places = package.submodule_search_locations if package else None
+    folders = [Path(place) / "v1" / kind for place in places or ()]
+    return {each.stem for folder in folders if folder.is_dir() for each in folder.iterdir()}
+
+
+def import_tasksets(envs: Iterable[tuple[str, str]]) -> None:
+    """Import the tasksets of envs, given by label and id. The orchestrator does so while the model
+    is being made: what fails, fails early. Raises ``ConfigError``."""
+    from verifiers.v1.utils.loaders import import_taskset
+
+    for label, env_id in envs:
+        try:
+            import_taskset(env_id)
+        except ImportError as error:
+            raise _not_importable(f"env {label!r}", error) from error
+
+
+def _not_importable(where: str, error: ImportError) -> ConfigError:
+    # verifiers raises its own, which names the taskset also where that lacks something else.
+    cause = error.__cause__ or error
+    return ConfigError(
+        f"{where}: {cause}. The processes of a run import what is installed or in a folder of "
+        "PYTHONPATH, and nothing from a script's folder or the working directory."
+    )
 
 
 def find_agents(settings: EnvSettings) -> tuple[str, ...]:
@@ -150,7 +181,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise _not_importable(where, error) from error
     except ValidationError as error:
         faults = "; ".join(_fault(settings.id, **fault) for fault in error.errors())
         raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
+from prime_rl.env.loading import import_tasksets
 from prime_rl.env.rendering import load_tokenizer
 from prime_rl.errors import PrimeRLError, RunError
 from prime_rl.orchestrator import build
@@ -123,6 +124,9 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         hooks = load_plugins(disabled=config.plugins.disabled)
         losses = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
         import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
+
+        envs = [*config.orchestrator.train.env, *config.orchestrator.eval.env]
+        import_tasksets((env.label, env.id) for env in envs)
 
     known = Components.load(config.trainer, losses)
     run = RunContext(config, launch, run_dir, hooks, status, known)

@@ -99,7 +99,7 @@ class Forks:
 
     async def _start_server(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "prime_rl_env_workers.forkserver", *self._disabled),
+            *(sys.executable, "-P", "-m", "prime_rl_env_workers.forkserver", *self._disabled),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=public_environment(),
