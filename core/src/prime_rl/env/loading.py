@@ -78,10 +78,10 @@ def import_tasksets(envs: Iterable[tuple[str, str]]) -> None:
 
 
 def _not_importable(where: str, error: ImportError) -> ConfigError:
-    # verifiers raises its own, which names the taskset also where that lacks something else.
-    cause = error.__cause__ or error
+    # verifiers says that a taskset is not found also where it is, and lacks something else.
+    cause = "" if error.__cause__ is None else f" ({error.__cause__})"
     return ConfigError(
-        f"{where}: {cause}. The processes of a run import what is installed or in a folder of "
+        f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder of "
         "PYTHONPATH, and nothing from a script's folder or the working directory."
     )
 
