@@ -76,6 +76,22 @@ async def test_a_start_that_fails_ends_with_code_1_also_where_closing_hangs(run,
     assert codes == [1]
 
 
+async def test_the_orchestrator_is_hidden_before_programs_of_rollouts_run(run, monkeypatch, codes):
+    order = []
+
+    class Loop:
+        async def run(self, stop):
+            order.append("rollouts")
+            raise EngineError("over")
+
+    async def build():
+        return Loop()
+
+    monkeypatch.setattr(process, "hide_from_others", lambda: order.append("hidden"))
+    await run(build)
+    assert order == ["hidden", "rollouts"]
+
+
 async def test_a_taskset_that_cannot_be_imported_fails_before_the_model_is_waited_for(
     run_dir, tmp_path, monkeypatch
 ):

@@ -21,8 +21,8 @@ from typing import Any
 from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
 from prime_rl.registry.offers import bringer
-from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports
+from prime_rl.variables import for_programs
 
 INTERCEPTION = {"type": "elastic", "multiplex": 4096}
 """One interception server per process: verifiers' 32 rollouts per server are for tunnels, and each
@@ -81,8 +81,8 @@ def _not_importable(where: str, error: ImportError) -> ConfigError:
     # verifiers says that a taskset is not found also where it is, and lacks something else.
     cause = "" if error.__cause__ is None else f" ({error.__cause__})"
     return ConfigError(
-        f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder of "
-        "PYTHONPATH, and nothing from a script's folder or the working directory."
+        f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder "
+        "of PYTHONPATH, and nothing from a script's folder or the working directory."
     )
 
 
@@ -94,24 +94,12 @@ def find_agents(settings: EnvSettings) -> tuple[str, ...]:
     return agents_of(env.config)
 
 
-HANDED_ON = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+|"
-    r"PYTHON\w*|VIRTUAL_ENV|LD_LIBRARY_PATH|UV_(CACHE_DIR|PYTHON\w*|OFFLINE|(DEFAULT_)?INDEX(_URL)?)|"
-    r"(HTTPS?|ALL|NO)_PROXY|(SSL_CERT|REQUESTS_CA|CURL_CA)_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS|"
-    r"TOKENIZERS_PARALLELISM|HF_HOME|HF_HUB_(CACHE|OFFLINE)|VF_RUN_ID|"
-    rf"{PROCESS}",
-    re.IGNORECASE,
-)
-"""Environment variables that programs of a rollout get. They may run code that the model has
-written, so none holds a key. A harness's ``forward_env`` adds others by name."""
-
-
 class _PublicOs:
     """``os`` for verifiers' subprocess runtime, which hands on nearly all of ``os.environ``."""
 
     @property
     def environ(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if HANDED_ON.fullmatch(name)}
+        return for_programs()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

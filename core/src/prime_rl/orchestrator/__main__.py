@@ -29,7 +29,7 @@ from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.control import stop_asked
 from prime_rl.rundir.launch import Launch, wait_for_model
-from prime_rl.rundir.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.processes import exit_with_parent, hide_from_others, lasting_imports
 from prime_rl.rundir.status import DONE, Status
 from prime_rl.wire.transport import make_sender
 
@@ -135,6 +135,7 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         try:
             with _cancelled_by(stop, launch, status):
                 orchestrator = await _build(stack, run)
+            hide_from_others()  # from here on programs of rollouts run
             last = await orchestrator.run(stop)
             if last is None:
                 status.report(DONE)
