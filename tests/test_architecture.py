@@ -50,7 +50,7 @@ EXEMPT = {
         "prime_rl.weights.versions",
     ),
     # A launcher starts and ends processes as the application does.
-    ("prime_rl_ray",): ("prime_rl.rundir.machine", "prime_rl_app.children"),
+    ("prime_rl_ray",): ("prime_rl.rundir.machine", "prime_rl.variables", "prime_rl_app.children"),
     # Kernels, adapters and observers of the trainer see its rows and tensors.
     ("prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"): (
         "prime_rl.env.traces",

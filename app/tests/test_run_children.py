@@ -12,7 +12,14 @@ import pytest
 from waiting import LIMIT, eventually, exists
 
 from prime_rl.rundir.machine import free_ports
-from prime_rl_app.children import Child, end, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
+from prime_rl_app.children import (
+    Child,
+    end,
+    first_signal_asks,
+    sigterm_is_ctrl_c,
+    start,
+    uninterrupted,
+)
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -56,6 +63,22 @@ def test_a_childs_environment(spawn, monkeypatch):
     child.process.wait(LIMIT)
     ours = "PASSIVE glibc.malloc.hugetlb=1"
     assert child.log.read_text() == f"3 {ours} here {os.getpid()}\n"  # the user's 3 stays
+
+
+@pytest.mark.parametrize(
+    ("inherits", "expected"),
+    [((), "None None x"), (("JUDGE_KEY",), "None x x"), (None, "x x x")],
+    ids=["settings", "named", "all"],
+)
+def test_a_child_inherits_no_key_that_is_not_named(tmp_path, monkeypatch, inherits, expected):
+    names = ["AWS_SECRET_ACCESS_KEY", "JUDGE_KEY", "NCCL_DEBUG"]
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    code = f"import os; print(*(os.environ.get(name) for name in {names}))"
+    log = tmp_path / "log"
+    child = start("child", [sys.executable, "-c", code], {}, log=log, inherits=inherits)
+    assert child.process.wait(LIMIT) == 0
+    assert log.read_text() == f"{expected}\n"
 
 
 def test_a_child_has_its_own_session(spawn):

@@ -244,6 +244,13 @@ def allocators(commands):
     }
 
 
+def test_engines_and_trainers_inherit_no_key_that_the_config_does_not_name(tmp_path):
+    commands, _ = started(tmp_path, *SEVERAL, "--deployment.pass_env", '["S3_KEY"]')
+    for name, command in commands.items():
+        asks_others = name in ("model", "orchestrator")
+        assert command.inherits == (None if asks_others else ("S3_KEY",)), name
+
+
 def test_trainers_have_expandable_segments_and_no_other_process(tmp_path, monkeypatch):
     for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)

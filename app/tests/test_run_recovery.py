@@ -14,7 +14,7 @@ from waiting import Clock, eventually, exists
 from prime_rl import RunError
 from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
-from prime_rl.rundir.attempts import PROCESS, kill_left
+from prime_rl.rundir.attempts import ORCHESTRATOR, PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import Status, replace_text
@@ -237,6 +237,29 @@ def test_a_process_of_an_earlier_attempt_writes_nothing_more(tmp_path, monkeypat
     monkeypatch.setenv(PROCESS, f"2:inference_1:{tmp_path}")  # engines serve several attempts
     Status(path).report("serves")
     assert json.loads(path.read_text())["state"] == "serves"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_an_orchestrator_that_hides_its_environment_is_found_by_its_command_line(tmp_path):
+    def hidden(run_dir):
+        argv = [sys.executable, "-c", f"print(flush=True); {FOREVER}", "-m", ORCHESTRATOR]
+        return subprocess.Popen(
+            [*argv, str(run_dir)], stdout=subprocess.PIPE, env={}, start_new_session=True
+        )
+
+    (tmp_path / "other").mkdir()
+    everyone = [hidden(tmp_path), hidden(tmp_path / "other")]
+    try:
+        for process in everyone:
+            process.stdout.readline()
+        kill_left(tmp_path, kept={"orchestrator"})
+        assert [exists(process.pid) for process in everyone] == [True, True]
+        kill_left(tmp_path)
+        assert [exists(process.pid) for process in everyone] == [False, True]
+    finally:
+        for process in everyone:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

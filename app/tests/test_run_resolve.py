@@ -1,9 +1,12 @@
 """What can be known to fail before a process starts, fails before a process starts."""
 
+import sys
+
 import pytest
 
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
 from prime_rl.registry.components import installed_losses
+from prime_rl.registry.import_path import import_function
 from prime_rl.registry.manager import Hooks
 from prime_rl_app.config import build_config
 from prime_rl_app.env_checks import check_algorithms, check_envs
@@ -417,3 +420,59 @@ def test_a_seed_that_no_generator_takes_is_refused(seed):
     with pytest.raises(ConfigError, match=r"^seed: Input should be"):
         config(seed=seed)
     assert config(seed=2**63 - 1).seed == 2**63 - 1
+
+
+@pytest.fixture
+def beside_script(tmp_path, monkeypatch):
+    """A folder with modules that is on the path of this process only, as that of a script is."""
+    (tmp_path / "letters_beside.py").write_text("")
+    (tmp_path / "harness_beside").mkdir()  # without __init__.py: a namespace package
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("table", "where", "module"),
+    [
+        ({"train": {"env": [{"id": "letters-beside"}]}}, "train.env.0.id", "letters_beside"),
+        (
+            {"train": {"env": [{"id": "reverse-text", "harness": {"id": "harness-beside"}}]}},
+            "train.env.0.harness.id",
+            "harness_beside",
+        ),
+        (
+            {
+                "train": {
+                    "env": [{"id": "reverse-text"}],
+                    "harness": {"id": "owner/harness-beside@1"},
+                }
+            },
+            "train.harness.id",
+            "harness_beside",
+        ),
+    ],
+)
+def test_a_module_that_the_processes_of_the_run_would_not_find_is_refused(
+    beside_script, table, where, module
+):
+    text = refusal(table)
+    assert text.startswith(f"orchestrator.{where}: module '{module}' of ")
+    assert f"is in {beside_script}, which is on the path of this process only" in text
+    assert text.endswith(f"(pip install -e), or start the run with PYTHONPATH={beside_script}.")
+
+
+def test_a_module_in_a_folder_of_pythonpath_is_found_by_all(beside_script, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(beside_script))
+    check(config({"train": {"env": [{"id": "letters-beside"}]}}))
+
+
+def test_a_function_in_the_folder_of_a_script_is_refused_and_in_the_working_directory_is_not(
+    beside_script, monkeypatch
+):
+    path = "letters_beside.loss"
+    (beside_script / "letters_beside.py").write_text("def loss(inputs): ...")
+    with pytest.raises(ConfigError, match=rf"'letters_beside' is in {beside_script}, which is"):
+        import_function(path, {}, "inputs")
+    monkeypatch.chdir(beside_script)
+    assert import_function(path, {}, "inputs").__name__ == "loss"
+    del sys.modules["letters_beside"]

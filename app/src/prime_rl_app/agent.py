@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID, STORE
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.scratch import Scratch
 
 TICK_SECONDS = 0.1
 LINGER_SECONDS = 600.0
@@ -90,8 +90,8 @@ def run_here(run_dir: Path, num_ranks: int) -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: signals.append(received))
-    with tempfile.TemporaryDirectory(prefix="prime-rl-ranks-") as folder:
-        shared = os.environ | {"WORLD_SIZE": str(num_ranks), STORE: str(Path(folder) / "store")}
+    with Scratch("prime-rl-ranks-") as folder:
+        shared = os.environ | {"WORLD_SIZE": str(num_ranks), STORE: str(folder.path / "store")}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE, str(run_dir)],

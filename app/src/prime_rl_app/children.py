@@ -18,6 +18,7 @@ from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
 from prime_rl.rundir.launch import PARENT_PID
 from prime_rl.rundir.machine import VISIBLE, free_ports, visible_gpus
+from prime_rl.variables import inherited
 from prime_rl_app.forks import Forks
 
 QUIET_CPU = {
@@ -75,10 +76,12 @@ def start(
     env: Mapping[str, str],
     log: Path | None = None,
     popen: Callable[..., subprocess.Popen[bytes]] | None = None,
+    inherits: Sequence[str] | None = (),
 ) -> Child:
     """Start a child in its own session: Ctrl-C reaches only us, and we end the children in order.
 
-    ``log`` receives stdout and stderr; None: our stderr.
+    ``log`` receives stdout and stderr; None: our stderr. ``env``: added to what it inherits, which
+    has no key of the user but those that ``inherits`` names; None: all of our environment.
     """
     with nullcontext(2) if log is None else log.open("ab") as file:
         process = (popen or subprocess.Popen)(
@@ -87,7 +90,7 @@ def start(
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**QUIET_CPU, **os.environ, **env, PARENT_PID: str(os.getpid())},
+            env={**QUIET_CPU, **inherited(inherits), **env, PARENT_PID: str(os.getpid())},
         )
 
     return Child(name, process, log)
@@ -196,7 +199,14 @@ class LocalLauncher(Launcher):
             if VISIBLE not in os.environ:  # nvidia-smi orders by bus, CUDA by speed
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
-        child = start(task.name, command.argv, env, command.log, self._popen)
+        child = start(
+            task.name,
+            command.argv,
+            env,
+            log=command.log,
+            popen=self._popen,
+            inherits=command.inherits,
+        )
         return self._children.setdefault(task.name, child)
 
     def end(self, processes: Sequence[Process]) -> None:

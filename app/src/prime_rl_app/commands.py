@@ -15,7 +15,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.entries import DISABLE, disabled
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.proxies import LOCAL, settle
-from prime_rl.rundir.attempts import PROCESS, newest_attempt
+from prime_rl.rundir.attempts import ORCHESTRATOR, PROCESS, newest_attempt
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
 from prime_rl.rundir.status import process_name
@@ -23,7 +23,6 @@ from prime_rl.rundir.status import process_name
 PYTHON = [sys.executable, "-P", "-m"]
 """``-P``: no file in the working directory replaces a module of Python's or a plugin."""
 MODEL = "prime_rl_app.models"
-ORCHESTRATOR = "prime_rl.orchestrator"
 TRAINER = "prime_rl.trainer"
 """The modules that these processes run."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -81,7 +80,13 @@ class Commands:
             env[DISABLE] = ",".join(sorted(without))
         if task.part == "model":  # the only process that may access the hub
             own = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
-            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
+            return ProcessCommand(
+                [*module, MODEL, str(self.run_dir)],
+                log=log,
+                env=own,
+                needs=needs,
+                inherits=None,
+            )
 
         model = Path(self.launch.model_path)
         initial = self.launch.initial
@@ -97,16 +102,30 @@ class Commands:
             command = self.engine.command(
                 engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
             )
-            return ProcessCommand(command.argv, log, env | dict(command.env), needs)
+            return ProcessCommand(
+                command.argv,
+                log=log,
+                env=env | dict(command.env),
+                needs=needs,
+                inherits=self.config.deployment.pass_env,
+            )
 
         if task.part == "trainer":
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
             # The user's own settings replace ours, also on a machine that does not inherit them.
             users = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
             env |= users or EXPANDABLE
-            return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
+            return ProcessCommand(
+                trainer_command(self.launch, self.run_dir),
+                log=log,
+                env=env,
+                needs=needs,
+                inherits=self.config.deployment.pass_env,
+            )
 
-        return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
+        # `kill_left` finds it by this path: it hides its environment.
+        command_line = [*module, ORCHESTRATOR, str(self.run_dir.resolve())]
+        return ProcessCommand(command_line, log=log, env=env, needs=needs, inherits=None)
 
 
 def trainer_command(launch: Launch, run_dir: Path) -> list[str]:

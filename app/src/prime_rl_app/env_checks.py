@@ -10,11 +10,17 @@ from prime_rl.config.contract import FrozenModel
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings
-from prime_rl.env.loading import check_taskset, find_agents
+from prime_rl.env.loading import (
+    check_taskset,
+    find_agents,
+    module_of,
+    shipped_by_verifiers,
+)
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.checks import marked_hooks
 from prime_rl.registry.components import Component, Components
+from prime_rl.registry.import_path import folder_only_here
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
@@ -312,12 +318,36 @@ def _check_source(
 
 
 def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
-    """Every taskset is installed and has the agents that the algorithm names. Raises
-    ``ConfigError``."""
+    """Every taskset is installed, where the processes of the run find it too, and has the agents
+    that the algorithm names. Raises ``ConfigError``."""
     for label in ("train", "eval"):
-        for number, env in enumerate(getattr(config.orchestrator, label).env):
-            check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
+        table = getattr(config.orchestrator, label)
+        for number, env in enumerate(table.env):
+            where = f"orchestrator.{label}.env.{number}"
+            check_taskset(env.id, f"{where}.id")
+            _check_found_by_all("tasksets", env.id, f"{where}.id")
+            harness = (env.harness or {}).get("id", "")
+            _check_found_by_all("harnesses", str(harness), f"{where}.harness.id")
+
+        harness = (table.harness or {}).get("id", "")
+        _check_found_by_all("harnesses", str(harness), f"orchestrator.{label}.harness.id")
+
     for env, algorithm in _algorithms(config, hooks):
         if type(algorithm).check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
             algorithm.check_agents(env.label, find_agents(known))
+
+
+def _check_found_by_all(kind: str, component: str, where: str) -> None:
+    """Refuse a taskset or harness that this process finds, and those of the run would not."""
+    module = module_of(component)
+    if not module.isidentifier() or module in shipped_by_verifiers(kind):
+        return
+    folder = folder_only_here(module)
+    if folder is not None:
+        raise ConfigError(
+            f"{where}: module {module!r} of {component!r} is in {folder}, which is on the path of "
+            "this process only: the processes of the run search what is installed and PYTHONPATH, "
+            "neither a script's folder nor the working directory. Install its package "
+            f"(pip install -e), or start the run with PYTHONPATH={folder}."
+        )

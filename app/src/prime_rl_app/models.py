@@ -10,10 +10,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import MODEL, collect, make_tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
+from prime_rl.rundir.scratch import Scratch
 from prime_rl.rundir.status import DONE, Status
 from prime_rl_app.resolve import build_model_maker
 
@@ -96,17 +95,14 @@ def make(fill: Callable[[Path], None], target: Path) -> None:
     """Let ``fill`` write a model to a temporary folder, then rename it to ``target``. Another
     process may have been faster."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        fill(work)
-        (work / READY).touch()
+    with Scratch(f".{target.name}-", target.parent) as work:
+        fill(work.path)
+        (work.path / READY).touch()
         try:
-            work.rename(target)
+            work.path.rename(target)
         except OSError:
             if not (target / READY).exists():
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import pytest
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import EngineError
 from prime_rl.orchestrator import __main__ as process
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.control import STOP
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import Launch
@@ -73,3 +74,34 @@ async def test_a_start_that_fails_ends_with_code_1_also_where_closing_hangs(run,
 
     assert (await run(build)).state == "failed"
     assert codes == [1]
+
+
+async def test_the_orchestrator_is_hidden_before_programs_of_rollouts_run(run, monkeypatch, codes):
+    order = []
+
+    class Loop:
+        async def run(self, stop):
+            order.append("rollouts")
+            raise EngineError("over")
+
+    async def build():
+        return Loop()
+
+    monkeypatch.setattr(process, "hide_from_others", lambda: order.append("hidden"))
+    await run(build)
+    assert order == ["hidden", "rollouts"]
+
+
+async def test_a_taskset_that_cannot_be_imported_fails_before_the_model_is_waited_for(
+    run_dir, tmp_path, monkeypatch
+):
+    (tmp_path / "needs_a_helper.py").write_text("import a_helper_beside_the_script")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "_build", pytest.fail)  # which waits for the model first
+    table = {"train": {"env": [{"id": "needs-a-helper", "name": "a"}]}}
+    config = RunConfig(model={"name": "m"}, max_steps=1, orchestrator=table)
+    assert await process._supervised(run_dir, config) == 1
+    error = read_status(run_dir / "status" / "orchestrator.json").detail["error"]
+    assert error.startswith("env 'a': ")
+    assert "(No module named 'a_helper_beside_the_script'). The processes of a run" in error
+    assert "PYTHONPATH" in error

@@ -1,6 +1,8 @@
 """How a process of a run starts."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +42,16 @@ def test_a_collector_that_was_off_stays_off():
     with lasting_imports(), lasting_imports():
         pass
     assert not gc.isenabled()
+
+
+ASK = "import ctypes; print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), flush=True)"  # PR_GET_DUMPABLE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_process_hides_its_memory_and_environment_but_not_those_of_its_children():
+    code = (
+        "import subprocess, sys; from prime_rl.rundir.processes import hide_from_others\n"
+        f"hide_from_others()\n{ASK}\nsubprocess.run([sys.executable, '-c', {ASK!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]

@@ -96,6 +96,29 @@ async def test_a_worker_that_cannot_start_says_why_and_its_junk_reaches_nobody(
     await forks.close()
 
 
+async def test_no_file_of_the_working_directory_replaces_a_module_of_the_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other processes of a run do not search it either. Here Python gets the flags of the fork
+    server, and the name of a module that only the working directory has."""
+    (tmp_path / "beside.py").write_text("raise SystemExit(9)")
+    script = tmp_path / "python"
+    server = "prime_rl_env_workers.forkserver"
+    script.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"words = ['beside' if word == {server!r} else word for word in sys.argv]\n"
+        f"os.execv({sys.executable!r}, words)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(script))
+    forks = Forks()
+    fork = await forks.start("worker", "ipc://none", {})
+    how = await how_it_ended(fork)
+    await forks.close()
+    assert how == "ended with the process that forks workers, which exited with code 1"
+
+
 async def how_it_ended(fork: Fork) -> str:
     async with asyncio.timeout(LIMIT):
         return await fork.ended

@@ -89,6 +89,10 @@ class DeploymentConfig(Settings):
     the others if ``inference_gpus`` is set or the engines run elsewhere."""
     trainer_nodes: PositiveInt = 1
     """Machines the trainer's ranks are spread over; the launcher must support that many."""
+    pass_env: tuple[str, ...] = ()
+    """More environment variables that engines and trainer inherit. They get paths, locale, proxies
+    and the settings of their libraries (``CUDA_``, ``NCCL_``, ``TORCH_``, ``VLLM_``, ``HF_`` ...),
+    and nothing that is called a key, token, secret or password."""
 
 
 class CkptConfig(Settings):

@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +21,8 @@ from typing import Any
 from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
 from prime_rl.registry.offers import bringer
-from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports
+from prime_rl.variables import for_programs
 
 INTERCEPTION = {"type": "elastic", "multiplex": 4096}
 """One interception server per process: verifiers' 32 rollouts per server are for tunnels, and each
@@ -42,17 +42,48 @@ def check_taskset(env_id: str, where: str) -> None:
 
     verifiers looks among its own tasksets first, then for a top-level module of that name.
     """
-    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    package = importlib.util.find_spec("verifiers")
-    places = package.submodule_search_locations if package else None
-    shipped = [Path(place) / "v1" / "tasksets" for place in places or ()]
-    own = {each.stem for folder in shipped if folder.is_dir() for each in folder.iterdir()}
-    if name in own or importlib.util.find_spec(name) is not None:
+    name = module_of(env_id)
+    shipped = shipped_by_verifiers("tasksets")
+    if name in shipped or importlib.util.find_spec(name) is not None:
         return
-    installed = {module.name for module in pkgutil.iter_modules()} | own
+    installed = {module.name for module in pkgutil.iter_modules()} | shipped
     close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
     hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
     raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
+
+
+def module_of(component: str) -> str:
+    """The module in which verifiers looks for a taskset or harness of this id."""
+    return component.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def shipped_by_verifiers(kind: str) -> set[str]:
+    """Names of verifiers' own ``tasksets`` or ``harnesses``, which it prefers. Imports nothing."""
+    package = importlib.util.find_spec("verifiers")
+    places = package.submodule_search_locations if package else None
+    folders = [Path(place) / "v1" / kind for place in places or ()]
+    return {each.stem for folder in folders if folder.is_dir() for each in folder.iterdir()}
+
+
+def import_tasksets(envs: Iterable[tuple[str, str]]) -> None:
+    """Import the tasksets of envs, given by label and id. The orchestrator does so while the model
+    is being made: what fails, fails early. Raises ``ConfigError``."""
+    from verifiers.v1.utils.loaders import import_taskset
+
+    for label, env_id in envs:
+        try:
+            import_taskset(env_id)
+        except ImportError as error:
+            raise _not_importable(f"env {label!r}", error) from error
+
+
+def _not_importable(where: str, error: ImportError) -> ConfigError:
+    # verifiers says that a taskset is not found also where it is, and lacks something else.
+    cause = "" if error.__cause__ is None else f" ({error.__cause__})"
+    return ConfigError(
+        f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder "
+        "of PYTHONPATH, and nothing from a script's folder or the working directory."
+    )
 
 
 def find_agents(settings: EnvSettings) -> tuple[str, ...]:
@@ -63,24 +94,12 @@ def find_agents(settings: EnvSettings) -> tuple[str, ...]:
     return agents_of(env.config)
 
 
-HANDED_ON = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+|"
-    r"PYTHON\w*|VIRTUAL_ENV|LD_LIBRARY_PATH|UV_(CACHE_DIR|PYTHON\w*|OFFLINE|(DEFAULT_)?INDEX(_URL)?)|"
-    r"(HTTPS?|ALL|NO)_PROXY|(SSL_CERT|REQUESTS_CA|CURL_CA)_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS|"
-    r"TOKENIZERS_PARALLELISM|HF_HOME|HF_HUB_(CACHE|OFFLINE)|VF_RUN_ID|"
-    rf"{PROCESS}",
-    re.IGNORECASE,
-)
-"""Environment variables that programs of a rollout get. They may run code that the model has
-written, so none holds a key. A harness's ``forward_env`` adds others by name."""
-
-
 class _PublicOs:
     """``os`` for verifiers' subprocess runtime, which hands on nearly all of ``os.environ``."""
 
     @property
     def environ(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if HANDED_ON.fullmatch(name)}
+        return for_programs()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -150,7 +169,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise _not_importable(where, error) from error
     except ValidationError as error:
         faults = "; ".join(_fault(settings.id, **fault) for fault in error.errors())
         raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error

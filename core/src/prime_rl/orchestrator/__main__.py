@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
+from prime_rl.env.loading import import_tasksets
 from prime_rl.env.rendering import load_tokenizer
 from prime_rl.errors import PrimeRLError, RunError
 from prime_rl.orchestrator import build
@@ -28,7 +29,7 @@ from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.control import stop_asked
 from prime_rl.rundir.launch import Launch, wait_for_model
-from prime_rl.rundir.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.processes import exit_with_parent, hide_from_others, lasting_imports
 from prime_rl.rundir.status import DONE, Status
 from prime_rl.wire.transport import make_sender
 
@@ -124,6 +125,9 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         losses = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
         import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
 
+        envs = [*config.orchestrator.train.env, *config.orchestrator.eval.env]
+        import_tasksets((env.label, env.id) for env in envs)
+
     known = Components.load(config.trainer, losses)
     run = RunContext(config, launch, run_dir, hooks, status, known)
     stop = asyncio.create_task(stop_asked(run_dir))
@@ -131,6 +135,7 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         try:
             with _cancelled_by(stop, launch, status):
                 orchestrator = await _build(stack, run)
+            hide_from_others()  # from here on programs of rollouts run
             last = await orchestrator.run(stop)
             if last is None:
                 status.report(DONE)

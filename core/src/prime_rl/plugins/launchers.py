@@ -64,9 +64,12 @@ class ProcessCommand:
     log: Path
     """Gets its stdout and stderr, appended. In the run directory."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the launcher's processes. Carries secrets."""
+    """Added to what it inherits. Carries secrets."""
     needs: Sequence[Path] = ()
     """Files it must find where it runs. A remote launcher refuses a machine without them."""
+    inherits: Sequence[str] | None = ()
+    """Variables that it inherits from the launcher's processes beside those without a key
+    (``prime_rl.variables.inherited``). None: all."""
 
 
 class Process(ABC):

@@ -1,4 +1,9 @@
-"""From an import path in the TOML to a function."""
+"""From an import path in the TOML to a function, and where modules that a config names may be.
+
+One rule for all processes of a run: a module is installed or in a folder of ``PYTHONPATH``; that of
+an import path may also be in the working directory. The folder of a script, and the working
+directory of ``python -m``, are on the path of one process only.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,12 @@ import difflib
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 from prime_rl.errors import ConfigError
@@ -47,6 +56,33 @@ def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callabl
     return found  # type: ignore[no-any-return]
 
 
+def folder_only_here(module: str) -> Path | None:
+    """Where a top-level module is that this process can import and the processes of a run cannot;
+    None: they can, or this process cannot either.
+
+    They are asked, not guessed: editable installs add finders, and a script may change its path.
+    What no folder of the path has, a plugin has added, and it does so in every process.
+    """
+    spec = None if sys.flags.safe_path else PathFinder.find_spec(module)
+    if spec is None or _in_children(module, os.getcwd(), os.environ.get("PYTHONPATH", "")):
+        return None
+    return _folder(spec)
+
+
+def _folder(spec: ModuleSpec) -> Path:
+    """The folder that has to be on the path."""
+    places = [*(spec.submodule_search_locations or ())] or [spec.origin or ""]
+    return Path(places[0]).absolute().parent
+
+
+@cache
+def _in_children(module: str, here: str, path: str) -> bool:
+    """Whether a process that starts as those of a run do finds it."""
+    code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
+    done = subprocess.run([sys.executable, "-P", "-c", code, module], capture_output=True)
+    return done.returncode == 0
+
+
 def _check_call(
     function: Callable[..., Any], path: str, kwargs: Mapping[str, Any], first: str
 ) -> None:
@@ -72,6 +108,16 @@ def _check_call(
 
 def _import(path: str, module: str) -> Any:
     here = os.getcwd()
+    top = module.partition(".")[0]
+    folder = folder_only_here(top) if top not in sys.modules else None
+    if folder is not None and folder != Path(here):
+        raise ConfigError(
+            f"import_path {path!r}: module {top!r} is in {folder}, which is on the path of this "
+            "process only: the processes of a run search what is installed, PYTHONPATH and the "
+            f"working directory {here}. Start the run in its folder, set PYTHONPATH={folder}, or "
+            "install its package."
+        )
+
     sys.path.append(here)  # last: its files must not replace installed modules
     importlib.invalidate_caches()
     try:

@@ -1,9 +1,10 @@
 """The attempts of a run: whose process this one is, whether it may still write, and its end.
 
 Every process of a run, and what it starts, carries ``PRIME_RL_PROCESS`` in its environment. By it
-the supervisor finds what an attempt has left behind, also in other sessions; and a process of an
-earlier attempt that was taken for dead finds that it must not write any more: ``logs/latest``,
-which each attempt replaces before it changes anything else, names a later one.
+the supervisor finds what an attempt has left behind, also in other sessions. (The orchestrator
+hides its environment: its command line tells.) And a process of an earlier attempt that was taken
+for dead finds that it must not write any more: ``logs/latest``, which each attempt replaces before
+it changes anything else, names a later one.
 
 ``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: if the supervisor is killed, the kernel
 sends SIGTERM to its children, and the guard kills what is left.
@@ -17,13 +18,19 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_rl.errors import RunError
+
+if TYPE_CHECKING:
+    import psutil
 
 GRACE_SECONDS = 15.0
 """Between the supervisor's death and SIGKILL."""
 PROCESS = "PRIME_RL_PROCESS"
 """Environment variable: ``ATTEMPT:NAME:RUN_DIR``."""
+ORCHESTRATOR = "prime_rl.orchestrator"
+"""Its module, before the run directory the end of its command line."""
 
 
 def newest_attempt(run_dir: Path) -> int:
@@ -56,16 +63,30 @@ def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
     with the names ``kept``; returns when they are gone."""
     import psutil
 
-    found = []
+    killed = []
     wanted = run_dir.resolve()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            its = None if process.pid == os.getpid() else identity(process.environ())
-            if its is not None and its[2] == wanted and its[1] not in kept:
+            is_left = process.pid != os.getpid() and _is_of(process, wanted, kept)
+            if is_left:
                 process.kill()
-                found.append(process)
+                killed.append(process)
 
-    psutil.wait_procs(found, timeout=GRACE_SECONDS)
+    psutil.wait_procs(killed, timeout=GRACE_SECONDS)
+
+
+def _is_of(process: psutil.Process, run_dir: Path, kept: Collection[str]) -> bool:
+    """Whether a process is of the run, and has none of the names ``kept``. Raises
+    ``psutil.Error``."""
+    import psutil
+
+    if process.cmdline()[-2:] == [ORCHESTRATOR, str(run_dir)]:
+        return "orchestrator" not in kept
+    try:
+        its = identity(process.environ())
+    except psutil.AccessDenied:  # another user's, or hidden
+        return False
+    return its is not None and its[2] == run_dir and its[1] not in kept
 
 
 if __name__ == "__main__":

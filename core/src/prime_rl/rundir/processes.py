@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from prime_rl.rundir.launch import PARENT_PID
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 MOST_FILES = 1 << 16
 
 
@@ -29,6 +30,17 @@ def exit_with_parent() -> None:
     expected = os.environ.get(PARENT_PID)
     if expected and os.getppid() != int(expected):  # the parent died before the call above
         sys.exit(128 + signal.SIGTERM)
+
+
+def hide_from_others() -> None:
+    """Let no other process of this user read our memory and environment, or trace us: the programs
+    of rollouts are such processes, and we have the user's keys. Linux only.
+
+    What we start is not hidden. The kernel shows less of us to the supervisor too: our command
+    line and state, but not what we read and write.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def raise_file_limit() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,21 +15,10 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.entries import DISABLE
-from prime_rl.env.loading import HANDED_ON
+from prime_rl.variables import for_workers
 
-FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES", DISABLE
-"""Variables without a secret that rollouts' programs do not get, and workers do."""
 NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """The fork server must have one thread."""
-
-
-def public_environment() -> dict[str, str]:
-    """What every worker gets of our environment: no key."""
-    own = {k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or k in FREE}
-    return NUMPY_THREADS | own
-
-
 MOST_LINE = 1 << 16
 """Bytes of an answer."""
 
@@ -99,10 +87,10 @@ class Forks:
 
     async def _start_server(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "prime_rl_env_workers.forkserver", *self._disabled),
+            *(sys.executable, "-P", "-m", "prime_rl_env_workers.forkserver", *self._disabled),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=public_environment(),
+            env=NUMPY_THREADS | for_workers(),
             start_new_session=True,
         )
         self._reader = asyncio.create_task(self._read(self._process))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ import psutil
 from pydantic import ValidationError
 
 from prime_rl.errors import RunError
+from prime_rl.rundir.scratch import Scratch
 from prime_rl_env_workers.client import BadResult, WorkerClient, WorkerLost
 from prime_rl_env_workers.forks import Fork, Forks
 from prime_rl_env_workers.placed import Find
@@ -38,6 +38,8 @@ LONGEST_PAUSE = 30.0
 """Seconds between the end of a worker that did nothing, and the next in its place."""
 FIND_SECONDS = 0.25
 """Between two looks for a server that a launcher starts."""
+SOCKETS = "prime-rl-env-"
+"""Beginning of the name of a folder with the workers' sockets."""
 MOST_PATH = 100
 """Bytes of the path of a Unix socket."""
 
@@ -121,17 +123,17 @@ class Pool:
         self.workers: list[Worker | None] = [None] * (len(servers) or number)
         self.on_change: Callable[[], None] = lambda: None
         self._lives: list[asyncio.Task[None]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._came = asyncio.Event()
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
         """Begin to start the workers. An episode waits for the first one."""
         if not self._servers:
-            self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-")
-            if len(self._folder.name) > MOST_PATH - 10:
-                self._folder.cleanup()
-                self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-", dir="/tmp")
+            self._folder = Scratch(SOCKETS)
+            if len(str(self._folder.path)) > MOST_PATH - 10:
+                self._folder.remove()
+                self._folder = Scratch(SOCKETS, "/tmp")
         self._lives = [asyncio.create_task(self._keep(n)) for n in range(len(self.workers))]
         for life in self._lives:
             life.add_done_callback(self._over)
@@ -141,7 +143,7 @@ class Pool:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     async def run(self, context: ModelContext, data: dict[str, Any]) -> Any:
         """One episode, as verifiers' ``WireEpisode``. Raises ``WorkerLost`` if its worker ends,
@@ -254,7 +256,7 @@ class Pool:
             name = f"server {address}"
             ended = asyncio.get_running_loop().create_future()
         else:
-            address = f"ipc://{self._folder.name}/{number}-{os.urandom(3).hex()}"
+            address = f"ipc://{self._folder.path}/{number}-{os.urandom(3).hex()}"
             if self._serve_at:
                 address = self._serve_at[number]
             fork = await self._forks.start(f"{self.label} {number}", address, self._request)

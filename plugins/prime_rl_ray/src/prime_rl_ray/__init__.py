@@ -43,7 +43,8 @@ class RayConfig(PluginConfig):
     nodes, one on each node for an env whose ``env_workers`` is ``auto``; else 0."""
     forward_env: tuple[str, ...] = ()
     """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
-    HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_."""
+    HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_. Those that are called a key or a token go to
+    orchestrator and model maker only, unless they are named here."""
 
 
 class RayLauncher(Launcher):

@@ -54,10 +54,12 @@ class Agent:
         cwd: str,
         needs: Sequence[str],
         patience: float,
+        inherits: Sequence[str] | None = None,
     ) -> int | str:
         """Start the process and wait for its end. Returns the exit code, or the reason why it was
         not started if a needed file does not appear within ``patience`` seconds. Processes that an
-        earlier one left running are ended first: they might use the GPU."""
+        earlier one left running are ended first: they might use the GPU. ``inherits``: see
+        ``ProcessCommand``."""
         await self.end()
         deadline = time.monotonic() + patience
         for needed in (argv[0], *needs):
@@ -71,7 +73,7 @@ class Agent:
         there = partial(popen, cwd=cwd) if os.path.isdir(cwd) else None
         address = str(ray.util.get_node_ip_address())
         env = interfaces(address) | {NODE_ADDRESS: address} | dict(env)
-        self._child = start(name, argv, env, Path(log), there)
+        self._child = start(name, argv, env, log=Path(log), popen=there, inherits=inherits)
         while (code := self._child.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
         return code

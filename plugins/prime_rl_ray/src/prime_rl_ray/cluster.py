@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prime_rl import Place, Process, ProcessCommand, RunError, Task
+from prime_rl.variables import inherited
 from prime_rl_ray.agent import Agent
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Cluster:
             self._agents[task.name] = _agent(*self._rooms[task.name], task)
         agent = self._agents[task.name]
         needs = [str(path) for path in command.needs]
-        env = self._forwarded() | dict(command.env)
+        env = self._forwarded(command.inherits) | dict(command.env)
         running = agent.run.remote(
             task.name,
             list(command.argv),
@@ -207,13 +208,14 @@ class Cluster:
             os.getcwd(),
             needs,
             FILE_SECONDS,
+            None if command.inherits is None else list(command.inherits),
         )
         self._started[task.name] = RayProcess(task.name, command.log, agent, running)
         return self._started[task.name]
 
     def keep(self, server: EnvServer, command: ProcessCommand) -> None:
         """Have the server's agent keep its process. ``command``: the orchestrator's."""
-        env = server.environment(self._forwarded() | dict(command.env))
+        env = server.environment(self._forwarded(None) | dict(command.env))
         argv = list(server.argv)
         log = command.log.with_name(f"{server.name}.log")
         needs = [str(path) for path in command.needs]
@@ -221,13 +223,12 @@ class Cluster:
             server.name, argv, env, str(log), os.getcwd(), needs, FILE_SECONDS, str(server.file)
         )
 
-    def _forwarded(self) -> dict[str, str]:
+    def _forwarded(self, inherits: Sequence[str] | None) -> dict[str, str]:
+        """Of our environment. ``inherits``: see ``ProcessCommand``."""
         wanted = self._config.forward_env
         return {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(FORWARDED) or name in wanted
-        }
+            name: value for name, value in inherited(inherits).items() if name.startswith(FORWARDED)
+        } | {name: os.environ[name] for name in wanted if name in os.environ}
 
     def end(self, processes: Sequence[Process]) -> None:
         """See ``Launcher.end``."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rollout import Rollout, Sample
+from prime_rl.rundir.scratch import Scratch
 from prime_rl.streams import FloatColumn, IntColumn
 
 
@@ -97,7 +97,8 @@ class ReplayHost:
     @cached_property
     def folder(self) -> Path:
         """A temporary one: a replay writes nothing into the run."""
-        return Path(mkdtemp(prefix="prime-rl-replay-"))
+        self._scratch = Scratch("prime-rl-replay-")
+        return self._scratch.path
 
     @property
     def policy(self) -> RecordedReference:

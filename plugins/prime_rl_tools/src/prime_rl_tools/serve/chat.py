@@ -8,7 +8,6 @@ Both models get the same tokens: the exported model's chat template gives the pr
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import msgspec
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.scratch import Scratch
 from prime_rl_app.api import Run
 from prime_rl_tools.replay.score import read_run_config
 from prime_rl_tools.serve.request import read_settings
@@ -125,12 +125,12 @@ def opened(
     config = read_run_config(run.path)
     folders = _folders(run)
     tokenizer = AutoTokenizer.from_pretrained(str(run.weights), local_files_only=True)
-    with tempfile.TemporaryDirectory(prefix="prime-rl-chat-") as logs, ended_together() as engines:
+    with Scratch("prime-rl-chat-") as logs, ended_together() as engines:
         sides = []
         for number, (label, folder) in enumerate(folders.items()):
             settings = read_settings(str(folder), overrides, _engine_of(config))
             server = make_server(settings)
-            log = Path(logs) / f"{number}.log"
+            log = logs.path / f"{number}.log"
             tell(f"starting {label}: {folder}")
             engines.append(start_engine(server, folder, config.seq_len, log))
             sides.append(Side(label, server))

@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from prime_rl import EngineLaunch
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import read_status
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.rundir.scratch import Scratch
 from prime_rl_app.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl_app.models import model_path
 from prime_rl_tools.serve.request import build_engine, choose_port, model_context, read_key
@@ -59,12 +59,12 @@ def serve(settings: ServeSettings, console: Console) -> None:
     server = make_server(settings)
     path, to_make = model_path(settings)
     with (
-        tempfile.TemporaryDirectory(prefix="prime-rl-serve-") as scratch,
+        Scratch("prime-rl-serve-") as scratch,
         ended_together() as children,
     ):
         if to_make:
-            children.append(_start_maker(settings, path, Path(scratch)))
-            _wait_for_model(children[0], settings.model.name, Path(scratch), console)
+            children.append(_start_maker(settings, path, scratch.path))
+            _wait_for_model(children[0], settings.model.name, scratch.path, console)
 
         context = settings.max_model_len or model_context(Path(path))
         console.print(f"starting the {settings.engine} engine on {server.url}", highlight=False)
@@ -114,7 +114,8 @@ def _start_maker(settings: ServeSettings, path: str, scratch: Path) -> Child:
         transport_host="",
         transport_ports=[],
     ).write(scratch)
-    return start("model", [sys.executable, "-P", "-m", "prime_rl_app.models", str(scratch)], {})
+    argv = [sys.executable, "-P", "-m", "prime_rl_app.models", str(scratch)]
+    return start("model", argv, {}, inherits=None)  # with the hub's key
 
 
 def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) -> None:
