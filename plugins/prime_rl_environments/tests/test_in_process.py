@@ -222,6 +222,11 @@ async def echo(text: Any = "", **others: Any) -> Any:
     return text
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 async def leaves(kind: str = "") -> None:
     """As a command line does that refuses its arguments, and worse."""
     if kind == "task":
@@ -231,6 +236,8 @@ async def leaves(kind: str = "") -> None:
         "generator": GeneratorExit(),
         "group": BaseExceptionGroup("two", [SystemExit(1)]),
         "cancelled": asyncio.CancelledError(),
+        "interrupt": KeyboardInterrupt(),
+        "silent": Silent(),
     }[kind]
 
 
@@ -260,6 +267,8 @@ TOOLS = {"id": "in-process", "tools": [f"{__name__}:echo", f"{__name__}:leaves"]
         ('{"name": "leaves", "arguments": {"kind": "generator"}}', "error: GeneratorExit"),
         ('{"name": "leaves", "arguments": {"kind": "group"}}', "error: BaseExceptionGroup"),
         ('{"name": "leaves", "arguments": {"kind": "cancelled"}}', "error: CancelledError"),
+        ('{"name": "leaves", "arguments": {"kind": "interrupt"}}', "error: KeyboardInterrupt"),
+        ('{"name": "leaves", "arguments": {"kind": "silent"}}', "error: Silent: its text cannot"),
     ],
 )
 async def test_whatever_the_model_calls_is_answered(

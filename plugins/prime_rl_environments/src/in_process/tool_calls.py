@@ -128,8 +128,12 @@ def levels_of(value: Any) -> int:
 
 
 def readable(text: Any) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
-    return str(text).encode("utf-8", "replace").decode()
+    """The text without lone surrogates, which no tokenizer takes. ``text`` may be an error of a
+    tool, and making its text may fail."""
+    try:
+        return str(text).encode("utf-8", "replace").decode()
+    except Exception as error:
+        return f"its text cannot be made: {type(error).__name__}"
 
 
 def fault_of(call: ParsedToolCall) -> str:
