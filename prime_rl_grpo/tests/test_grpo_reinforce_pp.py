@@ -61,3 +61,14 @@ def test_rewards_that_differ_by_rounding_in_float32_give_exactly_no_credit(scale
     assert group[0].reward != group[1].reward
     score_batch(ReinforcePP(PluginConfig()), [group])
     assert not any(rollout.advantages.any() for rollout in group)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_what_centering_leaves_of_rounding_in_float32_is_not_whitened(scale):
+    """A batch of such groups has a deviation of nearly zero, and the centered rewards are all of
+    that size: they are compared with the rewards themselves."""
+    reward = np.float32(scale * 0.7123459)
+    next_to_it = float(np.nextafter(reward, np.float32(1e9)))
+    groups = [make_group([float(reward), next_to_it]) for _ in range(2)]
+    score_batch(ReinforcePPBaseline(GRPOConfig()), groups)
+    assert not any(rollout.advantages.any() for group in groups for rollout in group)

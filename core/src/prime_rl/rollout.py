@@ -37,6 +37,9 @@ from prime_rl.streams import (
 ROLES = ("system", "user", "assistant", "tool")
 """Message roles; a token's role is its index here, -1 if unknown."""
 
+LARGEST_ROUNDING = 1e-6
+"""Credit above this counts, however large the reward is."""
+
 TURN_REWARDS = "turn_rewards"
 """Key of ``Rollout.info``: ``{str(node id): reward}`` of the turns to which the env gave one."""
 
@@ -288,9 +291,11 @@ class Rollout:
     @property
     def has_credit(self) -> bool:
         """Whether any advantage is more than what rounding leaves of a reward minus its like: a
-        mean of equal rewards may differ from them in the last bits."""
+        mean of equal rewards may differ from them in the last bits. An algorithm that divides by
+        their deviation makes credit of about 1 of rewards of any size, so that much is no rounding.
+        """
         advantages = self.advantages
-        rounding = DOUBLE * abs(self.reward)
+        rounding = min(DOUBLE * abs(self.reward), LARGEST_ROUNDING)
         return advantages is not None and bool((np.abs(advantages) > rounding).any())
 
     def assign_advantages(self, credit: float | Values) -> None:

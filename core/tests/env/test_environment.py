@@ -491,6 +491,18 @@ async def exit_in_a_thread() -> None:
     await asyncio.to_thread(sys.exit, 3)
 
 
+async def interrupt_in_a_thread() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    await asyncio.to_thread(interrupt)
+
+
+class Silent(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 async def exit_in_a_group() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(exit_in_a_task())
@@ -522,6 +534,11 @@ HOOKS: dict[str, tuple[Callable[[], Any], str]] = {
     "generator exit": (raises(GeneratorExit()), "GeneratorExit"),
     "group": (raises(BaseExceptionGroup("two", [SystemExit(1)])), "BaseExceptionGroup"),
     "a class of its own": (raises(type("Odd", (BaseException,), {})("odd")), "Odd"),
+    "an exit of its own": (raises(type("Leave", (SystemExit,), {})(4)), "Leave: 4"),
+    "interrupt": (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "interrupt in a thread": (interrupt_in_a_thread, "KeyboardInterrupt"),
+    "interrupt in a group": (raises(BaseExceptionGroup("g", [KeyboardInterrupt()])), "Group"),
+    "an error without text": (raises(Silent()), "Silent: its text cannot be made: RuntimeError"),
     "cancels its task": (cancel_own_task, "CancelledError"),
     "exit in a task": (exit_in_a_task, "SystemExit: 3"),
     "exit in a thread": (exit_in_a_thread, "SystemExit: 3"),

@@ -161,7 +161,9 @@ def test_versions_that_are_no_table_fail_their_rollout():
     assert "expected a table by node" in reason(trace_of(info={"weight_versions": [1]}))
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e308, -1e39, 2e18, 10**30])
+@pytest.mark.parametrize(
+    "value", [NAN, INF, -INF, 1e308, -1e39, 2e18, 10**30, np.float16(INF), np.float32(INF)]
+)
 def test_a_reward_that_float32_cannot_hold_fails_its_rollout(value):
     """Its square too: normalizers divide by a standard deviation."""
     term = Reward.model_construct(score=value, weight=1.0)
@@ -173,7 +175,9 @@ def test_a_sum_of_rewards_that_float32_cannot_hold_fails_its_rollout():
     assert "the reward 'the sum' is 1.2e+19" in reason(trace_of(rewards=terms))
 
 
-@pytest.mark.parametrize("value", [NAN, INF, 1e39, "3", [1.0], 10**400])
+@pytest.mark.parametrize(
+    "value", [NAN, INF, 1e39, "3", [1.0], 10**400, np.float16(INF), np.float32(NAN), 1j]
+)
 def test_a_metric_that_float32_cannot_hold_fails_its_rollout(value):
     assert "the metric 'length' is" in reason(trace_of(metrics={"length": value}))
 

@@ -15,7 +15,9 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 from loopback import listening
-from renderers import Qwen3RendererConfig, reasoning
+from renderers import Qwen3RendererConfig, create_renderer, reasoning
+from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+from renderers.configs import DeepSeekV3RendererConfig
 from scripted_replies import TOKENIZER
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from waiting import LIMIT
@@ -24,6 +26,7 @@ from in_process import InProcessHarness, seam
 from in_process.batch import BatchConnection
 from in_process.engine import version_spans, with_token_names
 from in_process.harness import load_tool
+from in_process.tool_calls import fault_of, keep_what_was_written
 from prime_rl import ConfigError, PluginError
 from prime_rl_engine_kit.batch import (
     ROUTE,
@@ -33,6 +36,7 @@ from prime_rl_engine_kit.batch import (
     frame,
     ids_to_bytes,
 )
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 MODEL = "scripted"
 ADD = {
@@ -222,6 +226,11 @@ async def echo(text: Any = "", **others: Any) -> Any:
     return text
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 async def leaves(kind: str = "") -> None:
     """As a command line does that refuses its arguments, and worse."""
     if kind == "task":
@@ -231,6 +240,8 @@ async def leaves(kind: str = "") -> None:
         "generator": GeneratorExit(),
         "group": BaseExceptionGroup("two", [SystemExit(1)]),
         "cancelled": asyncio.CancelledError(),
+        "interrupt": KeyboardInterrupt(),
+        "silent": Silent(),
     }[kind]
 
 
@@ -260,6 +271,8 @@ TOOLS = {"id": "in-process", "tools": [f"{__name__}:echo", f"{__name__}:leaves"]
         ('{"name": "leaves", "arguments": {"kind": "generator"}}', "error: GeneratorExit"),
         ('{"name": "leaves", "arguments": {"kind": "group"}}', "error: BaseExceptionGroup"),
         ('{"name": "leaves", "arguments": {"kind": "cancelled"}}', "error: CancelledError"),
+        ('{"name": "leaves", "arguments": {"kind": "interrupt"}}', "error: KeyboardInterrupt"),
+        ('{"name": "leaves", "arguments": {"kind": "silent"}}', "error: Silent: its text cannot"),
     ],
 )
 async def test_whatever_the_model_calls_is_answered(
@@ -607,3 +620,38 @@ def test_runs_of_an_agent_are_numbered_per_episode() -> None:
     known = len(turns._runs)
     del first, second
     assert len(turns._runs) == known - 2
+
+
+def deepseek(name: str) -> str:
+    """A special token of the family, which has fullwidth bars."""
+    return f"<\uff5c{name}\uff5c>"
+
+
+def deepseek_reply(text: str) -> ParsedResponse:
+    """``text`` as the parser of DeepSeek V3 reads it."""
+    tokenizer = build_tokenizer()
+    names = ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
+    calls = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "outputs▁begin", "outputs▁end")
+    calls = (*(f"tool▁{name}" for name in (*calls, "output▁begin", "output▁end", "sep")),)
+    tokenizer.add_tokens([*map(deepseek, (*names, *calls))], special_tokens=True)
+    renderer = create_renderer(tokenizer, DeepSeekV3RendererConfig())
+    keep_what_was_written(renderer)
+    return renderer.parse_response(tokenizer.encode(text, add_special_tokens=False))
+
+
+BEGIN = deepseek("tool▁calls▁begin")
+SEP = deepseek("tool▁sep")
+
+
+@pytest.mark.parametrize("section", [BEGIN, f"{BEGIN}function echo", f"{BEGIN}{SEP}echo"])
+def test_a_section_of_calls_without_any_call_stays_text_and_is_reported(section: str) -> None:
+    """The parser drops it: it looks for the token that begins a call."""
+    parsed = deepseek_reply(f"said{section}")
+    assert parsed.content == f"said\n{section}"
+    assert [fault_of(call) for call in parsed.tool_calls] == ["no call follows its first token"]
+
+
+def test_arguments_that_no_parser_can_nest_have_a_fault() -> None:
+    """Malformed for the renderer's parser, and too deep for the one that says why."""
+    call = ParsedToolCall(raw='{"a":' * 5000, status=ToolCallParseStatus.INVALID_JSON)
+    assert fault_of(call) == "it nests deeper than 64 levels"

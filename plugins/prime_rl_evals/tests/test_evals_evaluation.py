@@ -14,6 +14,7 @@ from waiting import LIMIT, until
 
 from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.policy import Policy
@@ -339,6 +340,23 @@ async def test_a_rollout_that_its_environment_cancels_fails_and_the_evaluation_g
         assert [(result.num_failed, result.reward) for result in world.during] == [
             (2, 0.0), (0, 0.5)
         ]  # fmt: skip
+
+
+async def test_an_example_that_its_environment_cannot_make_fails_and_the_evaluation_goes_on(
+    tmp_path, monkeypatch
+):
+    class Stumbling(list):
+        def __getitem__(self, index):
+            if index == 1:
+                raise ExampleFailed("the environment cannot make example 1: KeyError: 'answer'")
+            return super().__getitem__(index)
+
+    async with World(tmp_path, [1.0, 1.0, 1.0, 1.0]) as world:
+        monkeypatch.setattr(type(world.environment), "examples", Stumbling(range(4)))
+        await world.serve(2)
+        await world.serve(3)
+        (result,) = world.during
+        assert (result.num_rollouts, result.num_failed, result.reward) == (4, 1, 0.75)
 
 
 async def test_an_evaluation_before_training_shows_before_its_first_rollout_ends(tmp_path):

@@ -234,3 +234,9 @@ def test_zero_advantage_takes_the_rounding_of_a_mean_for_zero(reward):
     found = credited(reward - mean, mean - reward)
     of_rewards = rollout(found, reward=reward)
     assert ZeroAdvantage(PluginConfig()).filter_rollout(of_rewards) == "every advantage is zero"
+
+
+@pytest.mark.parametrize("reward", [1e15, -1e18])
+def test_credit_that_was_divided_by_a_deviation_stays_however_large_the_rewards_are(reward):
+    standardized = rollout(credited(1.0, 1.0), reward=reward)
+    assert ZeroAdvantage(PluginConfig()).filter_rollout(standardized) is None

@@ -133,6 +133,7 @@ def test_a_message_may_have_only_tool_calls():
 # -- bad input ---------------------------------------------------------------------------------
 
 GOOD = {"prompt": "ab", "completion": "BA"}
+REPLY = {"role": "assistant", "content": "BA"}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,17 @@ GOOD = {"prompt": "ab", "completion": "BA"}
         ),
         ({"messages": []}, "expected .* got no messages"),
         ({"prompt": "ab", "completion": [CHAT[1]]}, "expected .* to learn from, got user, user"),
+        ({"messages": [REPLY, *CHAT]}, "the first message is the assistant's"),
+        ({"messages": [REPLY]}, "the first message is the assistant's"),
+        ({"messages": [CHAT[1], REPLY | {"weight": 0}]}, r"messages\[1\]: weight: got int 0, and"),
+        (
+            {"messages": [CHAT[1], REPLY | {"reasoning_content": 5}]},
+            r"messages\[1\]: reasoning_content: expected text",
+        ),
+        (
+            {"prompt": "a\ud800", "completion": "b"},
+            "no tokenizer takes these messages: .*surrogate",
+        ),
     ],
 )
 async def test_a_bad_line_is_named(tmp_path, record, message):
@@ -244,6 +256,51 @@ async def test_the_tools_of_a_line_are_in_its_prompt(tmp_path):
 async def test_calls_without_tools_and_wrong_tools_are_refused(tmp_path, line, said):
     with pytest.raises(ConfigError, match=said):
         await source(path=written(tmp_path, line))
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("look", "expected a list, got str 'look'"),
+        ({"name": "look"}, "expected a list, got dict"),
+        (["look"], r"\[0\]: expected {\"type\": .*got str 'look'"),
+        ([{"function": "look"}], r"\[0\]: expected {\"type\""),
+        ([{"function": {"name": 5}}], r"\[0\]: expected {\"type\""),
+        ([{"function": {}}], r"\[0\]: expected {\"type\""),
+        *(
+            (
+                [{"function": {"name": "look", "arguments": arguments}}],
+                r"\[0\]: arguments: expected",
+            )
+            for arguments in ("{a", "", "5", '"x"', "[1]", "null", None, 5, [1])
+        ),
+    ],
+)
+async def test_calls_that_no_tool_could_take_are_refused(tmp_path, calls, said):
+    """They would train the policy to write what the harness answers with an error."""
+    messages = [CALLS[0], CALLS[1] | {"tool_calls": calls}, *CALLS[2:]]
+    with pytest.raises(ConfigError, match=r"demos.jsonl:1: messages\[1\]: tool_calls.*" + said):
+        await source(path=written(tmp_path, {"messages": messages, "tools": [LOOK]}))
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', "{}", {}])
+async def test_arguments_may_be_a_table_or_its_text(tmp_path, arguments):
+    call = {"function": {"name": "look", "arguments": arguments}}
+    messages = [CALLS[0], CALLS[1] | {"tool_calls": [call]}, *CALLS[2:]]
+    assert await source(path=written(tmp_path, {"messages": messages, "tools": [LOOK]}))
+
+
+async def test_an_error_of_the_renderer_names_the_line(tmp_path, monkeypatch):
+    made = await source(path=written(tmp_path, GOOD, GOOD))
+
+    def fails(*_):
+        raise TypeError("a template's error")
+
+    monkeypatch.setattr(made._host, "supervised_samples", fails)
+    with pytest.raises(
+        ConfigError, match=r"demos\.jsonl:2: the renderer cannot .*TypeError: a tem"
+    ):
+        await shown(made, 1)
 
 
 async def test_a_file_may_begin_with_a_byte_order_mark_and_have_any_character(tmp_path):

@@ -25,12 +25,13 @@ EPSILON = 1e-8
 
 def whiten(rollouts: Sequence[Rollout]) -> None:
     """Give the assigned advantages of all trainable tokens mean 0 and standard deviation 1; 0 where
-    they are equal but for rounding."""
+    they are equal but for the rounding of the rewards that they come from."""
     columns = [np.asarray(rollout.advantages, np.float64) for rollout in rollouts]
     every = np.concatenate(columns)
     offset = every[0] + (every - every[0]).mean()  # exact where all are equal
     deviation = every.std()
-    is_tied = is_negligible(deviation, every)
+    rewards = [rollout.reward for rollout in rollouts]
+    is_tied = is_negligible(deviation, [*every, *rewards])
     for rollout, column in zip(rollouts, columns, strict=True):
         whitened = (column - offset) / (deviation + EPSILON)
         rollout.assign_advantages(0.0 if is_tied else whitened)

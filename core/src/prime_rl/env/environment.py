@@ -6,7 +6,7 @@
 verifiers is imported when an ``Environment`` is made, not before (it costs seconds). What fails
 inside an episode is data: ``run`` returns results with ``ok = False`` and the reason, and raises
 nothing but ``CancelledError``, if its own task is cancelled. ``contained`` keeps an env's
-``SystemExit`` away from the event loop.
+``SystemExit`` and ``KeyboardInterrupt`` away from the event loop.
 
 Facts about verifiers that this module hides: an agent that ran out of time is ``ok`` to verifiers
 and is not to us; per-token floats are exact only in memory.
@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.orchestrator import EvalSamplingConfig
-from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
+from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult, readable
 from prime_rl.env.loading import (
     agents_of,
     fixed_seats,
@@ -93,9 +93,9 @@ class Examples:
         except ConfigError:  # of the run's settings, not of this example
             self._next = 0
             raise
-        except (Exception, SystemExit) as error:
-            self._next = 0  # a generator that has raised gives nothing more
-            reason = f"{type(error).__name__}: {error}"
+        except BaseException as error:  # the generator may raise anything
+            self._next = 0  # and gives nothing more then
+            reason = f"{type(error).__name__}: {readable(error)}"
             raise ExampleFailed(f"the environment cannot make example {index}: {reason}") from error
 
         if index not in self._tasks:
@@ -113,9 +113,10 @@ _in_environment: ContextVar[bool] = ContextVar("in_environment", default=False)
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """In the tasks that are created inside, and in their tasks, ``SystemExit`` and
-    ``GeneratorExit`` become an ``Exception``. asyncio ends the loop, and the run with it, at the
-    first, and the second closes every coroutine that waits for the task."""
+    """In the tasks that are created inside, and in their tasks, what ``EXITS`` names becomes an
+    ``Exception``. asyncio ends the loop, and the run with it, at ``SystemExit`` and
+    ``KeyboardInterrupt``; ``GeneratorExit`` closes every coroutine that waits for the task. A real
+    Ctrl-C is no ``KeyboardInterrupt`` here: asyncio cancels the main task."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
     if not isinstance(before, ContainingFactory):
@@ -145,8 +146,12 @@ class ContainingFactory:
         return task
 
 
+EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
+"""What ends more than the task that raises it."""
+
+
 class ContainedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine of an environment, which raises no ``SystemExit`` and no ``GeneratorExit``."""
+    """A coroutine of an environment, which raises none of ``EXITS``."""
 
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
@@ -154,13 +159,13 @@ class ContainedCoroutine(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._coroutine.send(value)
-        except (SystemExit, GeneratorExit) as error:
+        except EXITS as error:
             raise _contained(error) from error
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._coroutine.throw(*error)
-        except (SystemExit, GeneratorExit) as raised:
+        except EXITS as raised:
             raise _contained(raised) from raised
 
     def close(self) -> None:
@@ -175,11 +180,11 @@ class ContainedCoroutine(Coroutine[Any, Any, Any]):
 
 
 class EnvironmentExit(Exception):
-    """Code of an environment raised ``SystemExit`` or ``GeneratorExit``."""
+    """Code of an environment raised one of ``EXITS``."""
 
 
 def _contained(error: BaseException) -> EnvironmentExit:
-    return EnvironmentExit(f"{type(error).__name__}: {error}")
+    return EnvironmentExit(f"{type(error).__name__}: {readable(error)}")
 
 
 def _is_cancelled() -> bool:
@@ -249,7 +254,8 @@ class Environment:
         except BaseException as error:  # an environment may fail in any way
             if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
                 raise
-            results = [failed(type(error).__name__, str(error) or "raised by the environment")]
+            reason = readable(error) or "raised by the environment"
+            results = [failed(type(error).__name__, reason)]
 
         if _is_cancelled():  # and the environment has gone on
             raise asyncio.CancelledError

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 def readable(text: Any) -> str:
-    """The text without lone surrogates, which no file and no terminal takes."""
-    return str(text).encode("utf-8", "replace").decode()
+    """The text without lone surrogates, which no file and no terminal takes. ``text`` may be an
+    error of an environment, and making its text may fail."""
+    try:
+        return str(text).encode("utf-8", "replace").decode()
+    except Exception as error:
+        return f"its text cannot be made: {type(error).__name__}"
 
 
 @dataclass(frozen=True)

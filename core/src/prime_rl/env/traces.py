@@ -295,8 +295,13 @@ def fault_of(result: RolloutResult) -> str | None:
 
 def _is_number(value: Any, largest: float) -> bool:
     """Whether it is a finite number of at most this size. NaN compares as False."""
-    size: Any = abs(value) if isinstance(value, Real) else None
-    return size is not None and bool(size <= largest)
+    if not isinstance(value, Real):
+        return False
+    try:
+        # As a float: in a narrower class the limit itself would be infinite.
+        return abs(float(value)) <= largest
+    except OverflowError:  # an integer
+        return False
 
 
 def _wrong_number(kind: str, name: str, value: Any, largest: float) -> str:

@@ -95,9 +95,9 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
         except BaseException as error:
             task = asyncio.current_task()
             is_ours = task is not None and task.cancelling() > 0
-            if isinstance(error, KeyboardInterrupt) or is_ours:
+            if is_ours:
                 raise
-            text = f"error: {type(error).__name__}: {error}"
+            text = f"error: {type(error).__name__}: {readable(error)}"
 
         content = readable(text)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}

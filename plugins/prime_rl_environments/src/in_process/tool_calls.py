@@ -10,6 +10,7 @@ that a tool can be called with, or its text stays in the reply and ``fault_of`` 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,10 @@ MOST_LEVELS = 64
 MALFORMED = "malformed_tool_calls"
 """Key of a reply in the OpenAI form: what is wrong with each call that could not be parsed."""
 
+
+MARKER = re.compile(r"<[^<>\s]*tool[^<>\s]*>")
+"""A token that begins or ends tool calls, as every family writes it: ``<tool_call>``, for example.
+"""
 
 TOO_DEEP = f"it nests deeper than {MOST_LEVELS} levels"
 
@@ -60,6 +65,9 @@ def keeping_text(parse: Callable[..., ParsedResponse], renderer: Any) -> Callabl
             return ParsedResponse(content=text, tool_calls=[unreadable(text, reason)])
 
         calls = [answerable(call) for call in parsed.tool_calls]
+        dropped = "" if calls else dropped_section(parsed, decode(renderer, tokens))
+        if dropped:
+            calls = [unreadable(dropped, "no call follows its first token")]
         texts = [text_of(call, tokens, renderer) for call in calls if not call.name]
         content = "\n".join(filter(None, [parsed.content, *texts]))
         return replace(parsed, content=content, tool_calls=calls)
@@ -72,6 +80,17 @@ def before_stop(token_ids: Sequence[int], stops: Sequence[int]) -> list[int]:
     """The tokens before the first stop token: the spans of calls count these."""
     end = next((place for place, token in enumerate(token_ids) if token in stops), len(token_ids))
     return list(token_ids[:end])
+
+
+def dropped_section(parsed: ParsedResponse, text: str) -> str:
+    """The end of ``text`` from a marker of tool calls on, if a parser that found no call there has
+    dropped it; else an empty text."""
+    kept = parsed.content or parsed.reasoning_content or ""
+    if kept not in text:
+        return ""
+    rest = text[text.rindex(kept) + len(kept) :]
+    marker = MARKER.search(rest)
+    return "" if marker is None else rest[marker.start() :]
 
 
 def text_of(call: ParsedToolCall, tokens: Sequence[int], renderer: Any) -> str:
@@ -128,8 +147,12 @@ def levels_of(value: Any) -> int:
 
 
 def readable(text: Any) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
-    return str(text).encode("utf-8", "replace").decode()
+    """The text without lone surrogates, which no tokenizer takes. ``text`` may be an error of a
+    tool, and making its text may fail."""
+    try:
+        return str(text).encode("utf-8", "replace").decode()
+    except Exception as error:
+        return f"its text cannot be made: {type(error).__name__}"
 
 
 def fault_of(call: ParsedToolCall) -> str:
@@ -144,5 +167,7 @@ def fault_of(call: ParsedToolCall) -> str:
         json.loads(call.raw)
     except ValueError as error:
         return f"it is not valid JSON: {readable(str(error))}"
+    except RecursionError:
+        return TOO_DEEP
 
     return "it cannot be read"

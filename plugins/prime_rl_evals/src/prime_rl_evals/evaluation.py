@@ -25,7 +25,9 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import RolloutResult
+from prime_rl.env.traces import failed
 from prime_rl.rundir.status import read_rows
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
@@ -277,6 +279,8 @@ class Evaluation(Observer):
             # It comes out of the environment. Passed on, it would end ``run`` without a word.
             text = "cancelled from inside its environment"
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=text)]
+        except ExampleFailed as error:
+            results = [failed(type(error).__name__, str(error))]
         finally:
             self.inflight -= 1
 

@@ -23,8 +23,10 @@ def sgd(model: nn.Module, config: SgdConfig, lr: float, weight_decay: float) -> 
 
     def decay(*_: object) -> None:
         for group in optimizer.param_groups:
-            with torch.no_grad():
-                torch._foreach_mul_(group["params"], 1 - group["lr"] * weight_decay)
+            trained = [each for each in group["params"] if each.grad is not None]
+            if trained:
+                with torch.no_grad():
+                    torch._foreach_mul_(trained, 1 - group["lr"] * weight_decay)
 
     optimizer.register_step_pre_hook(decay)
     return optimizer

@@ -101,6 +101,9 @@ class Dataset(Source):
             samples = self._host.supervised_samples(shown.messages, shown.tools)
         except ConfigError as error:
             raise ConfigError(f"{shown.where}: {error}") from error
+        except Exception as error:  # of the renderer
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{shown.where}: the renderer cannot render it: {reason}") from error
 
         if not sum(sample.num_trainable_tokens for sample in samples):
             raise ConfigError(

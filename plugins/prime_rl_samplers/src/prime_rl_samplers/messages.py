@@ -58,7 +58,7 @@ def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
 def _from_line(line: bytes, where: str) -> Demonstration:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: expected JSON, got {line[:60]!r} ({error})") from error
 
     if not isinstance(record, dict):
@@ -112,9 +112,54 @@ def _check_message(message: Any, where: str) -> None:
     calls_only = content is None and message.get("tool_calls")
     if not isinstance(content, str) and not calls_only:
         raise ConfigError(f"{where}: content: expected text, got {_shown(content)}")
+    thought = message.get("reasoning_content")
+    if thought is not None and not isinstance(thought, str):
+        raise ConfigError(f"{where}: reasoning_content: expected text, got {_shown(thought)}")
+    if message.get("weight", 1) != 1:
+        raise ConfigError(
+            f"{where}: weight: got {_shown(message['weight'])}, and every message of the assistant "
+            "trains with weight 1. Leave the demonstration out, or end it before this message"
+        )
+
+    _check_calls(message.get("tool_calls"), f"{where}: tool_calls")
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    """Raises ``ConfigError`` for what a renderer cannot write as calls, or would write as a call
+    that no tool can be called with."""
+    if calls is None:
+        return
+    if not isinstance(calls, list | tuple):
+        raise ConfigError(f"{where}: expected a list, got {_shown(calls)}")
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise ConfigError(f"{where}[{index}]: expected {form}, got {_shown(call)}")
+        arguments = function.get("arguments", {})
+        try:
+            table = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            table = None
+        if not isinstance(table, Mapping):
+            raise ConfigError(
+                f"{where}[{index}]: arguments: expected a JSON object, or its text, got "
+                f"{_shown(arguments)}"
+            )
 
 
 def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> Demonstration:
+    if messages and messages[0]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: the first message is the assistant's, and in a rollout a prompt comes "
+            "before it. Expected a message of another role"
+        )
+
+    try:
+        json.dumps([*messages, fields.get("tools")], ensure_ascii=False, default=str).encode()
+    except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate, a cycle
+        raise ConfigError(f"{where}: no tokenizer takes these messages: {error}") from error
+
     tools = _tools(fields.get("tools"), where)
     if tools is None and any(message.get("tool_calls") for message in messages):
         raise ConfigError(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prime_rl.config.orchestrator import EvalEnvConfig
-from prime_rl.env.environment import Environment
+from prime_rl.env.environment import Environment, ExampleFailed
 from prime_rl.env.episode import EnvSettings
+from prime_rl.env.traces import failed
 from prime_rl_evals.figures import EvalEnv, Finished, Job, jobs_of, of_the_policy, summarize
 from prime_rl_tools.eval.files import EvalFiles, Place
 from prime_rl_tools.eval.request import EvalRequest
@@ -138,13 +139,18 @@ def _is_of(env: EvalEnv, place: Place) -> bool:
 async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place, Finished]:
     seed = request.settings.seed
     number = job.example * job.env.group_size + job.member
-    results = await job.env.environment.run(
-        job.env.environment.examples[job.example],
-        model=request.endpoint,
-        sampling=job.env.sampling,
-        group_id=job.example,
-        seed=None if seed is None else seed + number,
-    )
+    environment = job.env.environment
+    try:
+        results = await environment.run(
+            environment.examples[job.example],
+            model=request.endpoint,
+            sampling=job.env.sampling,
+            group_id=job.example,
+            seed=None if seed is None else seed + number,
+        )
+    except ExampleFailed as error:
+        results = [failed(type(error).__name__, str(error))]
+
     own = of_the_policy(results)
     place = (job.example, job.member)
     files.append(job.env.name, place, own, results)
