@@ -156,11 +156,19 @@ def test_a_run_over_an_engine_that_runs_elsewhere(start: Start, tmp_path: Path) 
     check_tokens(run_dir, 2)
 
 
-def test_with_one_gpu_for_two_engine_and_trainer_take_turns(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["filesystem", "ipc"])
+def test_with_one_gpu_for_two_engine_and_trainer_take_turns(
+    start: Start, tmp_path: Path, transport: str
+) -> None:
     words = run_of(tmp_path, "--max_steps", "3", "--deployment.colocated", "true")
+    words = [*words, "--weight_broadcast.type", transport, "--trainer.keep_broadcasts", "9"]
+    words = [*words, "--orchestrator.max_off_policy_steps", "0"]  # what differs is the weights
     finish(start(*words, "--orchestrator.eval.env.0.interval", "2"))
     run_dir = tmp_path / "run"
     check_tokens(run_dir, 3)
+    files = [has_files(run_dir / f"broadcasts/step_{version}") for version in (1, 2, 3)]
+    assert files == [transport == "filesystem"] * 2 + [True]  # no engine loads the last
+    assert max(rows(run_dir, "mismatch_kl/all/mean").values()) < 1e-5  # the engine has all of them
     asleep = rows(run_dir, "time/sleep_engines")
     assert set(asleep) == {1, 2, 3} and all(seconds > 0 for seconds in asleep.values())
     # Batch n goes out when version n - 1 is there.
@@ -168,6 +176,29 @@ def test_with_one_gpu_for_two_engine_and_trainer_take_turns(start: Start, tmp_pa
     assert set(rows(run_dir, "time/trainer/offload")) == {1, 2, 3}
     evaluated = rows(run_dir, "eval/reverse-text/all/reward/mean")
     assert set(evaluated) == {0, 2, 3}
+
+
+def test_taking_turns_a_killed_engine_reads_files_and_then_shares_memory_again(
+    start: Start, tmp_path: Path
+) -> None:
+    in_shared_memory = set(os.listdir("/dev/shm"))
+    words = run_of(tmp_path, "--max_steps", "6", "--deployment.colocated", "true")
+    words = [*words, "--weight_broadcast.type", "ipc", "--trainer.keep_broadcasts", "9"]
+    words = [*words, "--orchestrator.max_off_policy_steps", "0"]  # what differs is the weights
+    process = start(*words)
+    run_dir = tmp_path / "run"
+    eventually(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
+    os.kill(status_of(run_dir, "inference")["pid"], signal.SIGKILL)
+    output = finish(process)
+    assert "inference was ended by SIGKILL: starting it again (1 of 3 times)" in output
+    files = [has_files(run_dir / f"broadcasts/step_{version}") for version in range(1, 7)]
+    assert not files[0] and files[-1]
+    assert files.count(True) <= 2  # the last version, and the one that the new engine began with
+    assert max(rows(run_dir, "mismatch_kl/all/mean").values()) < 1e-5
+    check_tokens(run_dir, 6)
+    ours = {"prime", "torch_"}
+    left = set(os.listdir("/dev/shm")) - in_shared_memory
+    assert not [name for name in left if any(word in name for word in ours)]
 
 
 def test_engines_join_and_leave_a_run_and_none_serves_for_a_while(

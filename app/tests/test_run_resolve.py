@@ -205,12 +205,19 @@ def test_names_and_settings_of_every_other_plugin(tables, starts):
     [
         ("gloo", {"trainer": {"lora": {}}}, "trainer.lora"),
         ("nccl", {"deployment": {"colocated": True}}, "deployment.colocated"),
+        ("gloo", {"deployment": {"colocated": True}}, "deployment.colocated"),
+        ("ipc", {"trainer": {"lora": {}}}, "trainer.lora"),
         ("nccl", {"trainer": {"device": "cpu"}}, "trainer.device"),
     ],
 )
 def test_weights_that_cannot_go_from_memory_to_memory(way, tables, where):
     message = refusal(weight_broadcast={"type": way}, **tables)
     assert message.startswith(f"weight_broadcast.type is '{way}', which does not go with {where}: ")
+
+
+def test_weights_go_through_memory_that_two_processes_on_one_gpu_share():
+    tables = {"weight_broadcast": {"type": "ipc"}, "deployment": {"colocated": True}}
+    assert check(config(**tables)).has_plugin("app")
 
 
 def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():

@@ -199,9 +199,11 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
     tuning = make_tuning(config.trainer.settings, sides[-1])
     if table.as_files:
         return
+    on_shared = [each is not None and each.shares_gpus for each in transports]
+    takes_turns = config.deployment.colocated and not all(on_shared)
     for where, is_so, why in (
         (f"trainer.{tuning and tuning.name}", tuning, "adapters are published as files"),
-        ("deployment.colocated", config.deployment.colocated, "engines that wake read files"),
+        ("deployment.colocated", takes_turns, "it cannot send to engines on the trainer's GPU"),
     ):
         if is_so:
             raise ConfigError(

@@ -22,6 +22,7 @@ from torch import Tensor
 from waiting import LIMIT
 
 from prime_rl import WeightsError
+from prime_rl.rundir.launch import ADMIN_KEY
 from prime_rl_broadcast import connection as connection_module
 from prime_rl_broadcast.connection import (
     ALIGNMENT,
@@ -43,9 +44,12 @@ Stream = Iterator[tuple[str, Tensor]]
 NewGroup = Callable[..., BroadcastGroup]
 
 
-@pytest.fixture
-def new_group(tmp_path: Path) -> NewGroup:
-    """Makes broadcasts of one process group, for rank 0."""
+@pytest.fixture(params=["gloo", "ipc"])
+def new_group(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> NewGroup:
+    """Makes broadcasts of one group, for rank 0."""
+    monkeypatch.setenv(ADMIN_KEY, "the run's key")
     (tmp_path / "group").mkdir()
     number = iter(range(9))
 
@@ -56,7 +60,7 @@ def new_group(tmp_path: Path) -> NewGroup:
         return BroadcastGroup(
             directory=str(folder),
             group=str(tmp_path / group),
-            backend="gloo",
+            backend=request.param,
             rank=0,
             world_size=size,
             timeout=timeout,
@@ -207,7 +211,7 @@ with Member().join(group, torch.device("cpu")) as connection:
 def test_a_member_that_dies_is_an_error_for_the_sender(
     new_group: NewGroup,
 ) -> None:
-    """Gloo does not tell the other receiver: it waits until its timeout."""
+    """Gloo does not tell the other receiver, which waits until its timeout."""
     group = new_group(3)
     members = [
         warm.Popen([sys.executable, "-c", TAKES, order, use])
@@ -246,8 +250,9 @@ def test_a_restarted_member_is_noticed_before_any_member_connects(
 ) -> None:
     sender = Member()
     assert broadcast(sender, new_group(2), {"a": torch.zeros(1)}, Worker(1)) == [None, None]
-    errors = broadcast(sender, new_group(2), {"a": torch.zeros(1)}, Worker(1))
-    assert all("gloo, connecting" in str(error) for error in errors)
+    group = new_group(2)
+    errors = broadcast(sender, group, {"a": torch.zeros(1)}, Worker(1))
+    assert all(f"{group.backend}, connecting" in str(error) for error in errors)
     fresh = new_group(2, group="another")
     assert broadcast(sender, fresh, {"a": torch.zeros(1)}, Worker(1)) == [None, None]
 

@@ -20,7 +20,7 @@ from prime_rl_broadcast.transport import BroadcastConfig, GlooTransport, NcclTra
 
 
 @pytest.mark.parametrize("group", [PROJECT, TRAINER_GROUP])
-@pytest.mark.parametrize("name", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "nccl", "ipc"])
 def test_both_sides_find_the_transport(group: str, name: str) -> None:
     transport = make_transport(WeightBroadcastConfig(type=name), load_plugins(group))
     assert transport is not None and transport.name == name

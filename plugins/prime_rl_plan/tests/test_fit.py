@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl_app.config import load_config
+from prime_rl_embedded import Embedded
 from prime_rl_plan.devices import parse
 from prime_rl_plan.fit import fit
 from prime_rl_plan.places import read
@@ -31,11 +32,24 @@ def fitted(**tables):
 
 def test_one_gpu_is_shared_in_turns(machine):
     machine(1)
-    assert fitted() == (
-        True,
-        1,
-        ["deployment.colocated = true: engine and trainer take turns on the only GPU"],
-    )
+    shared = "deployment.colocated = true: engine and trainer take turns on the only GPU"
+    memory = "weight_broadcast.type = 'ipc': engine and trainer share one GPU"
+    assert fitted() == (True, 1, [shared, memory])
+    assert fitted(weight_broadcast__type="ipc") == (True, 1, [shared])
+    assert fitted(weight_broadcast__type="filesystem") == (True, 1, [shared])
+    assert fitted(deployment__colocated="true") == (True, 1, [memory])
+    assert fitted(deployment__colocated="true", trainer__lora__rank=4) == (True, 1, [])
+
+
+def test_a_shared_gpu_is_not_chosen_for_an_engine_that_cannot_receive_so(machine, monkeypatch):
+    machine(1)
+    monkeypatch.setattr(Embedded, "receives", ("gloo",))
+    assert [each.partition(" ")[0] for each in fitted()[2]] == ["deployment.colocated"]
+
+
+def test_several_shared_gpus_get_files(machine):
+    machine(2)
+    assert fitted(deployment__colocated="true", trainer__num_ranks=2)[2] == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +58,7 @@ def test_one_gpu_is_shared_in_turns(machine):
         {"deployment__colocated": "false"},
         {"trainer__device": "cpu"},
         {"inference__base_url": "http://h:1"},
-        {"weight_broadcast__type": "gloo"},  # engines that take turns read files
+        {"weight_broadcast__type": "gloo"},  # not between engines that take turns
     ],
 )
 def test_one_gpu_is_left_to_a_config_that_decides(machine, tables):

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, PluginConfig
 from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.cli.app import app
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
-from prime_rl_plan.estimate import Plan, Side, copy_to_send
+from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,6 +149,32 @@ def test_the_copy_that_nccl_sends_counts_where_the_trainer_makes_it(
         config=config, adapts=False, measured={"published": 10 * GIB}, machines=parse("1xH100-80")
     )
     assert copy_to_send(facts, free * GIB) == size * GIB
+
+
+@pytest.mark.parametrize(
+    ("largest", "on_the_way"),
+    [(2**29, 2 * 2**30 + 64 * 2**20), (2**10, 3 * 64 * 2**20)],  # a large weight; a bucket
+)
+def test_a_shared_gpu_holds_the_largest_weight_twice_while_the_engine_copies_it(
+    largest: int, on_the_way: int
+) -> None:
+    """In bfloat16. The rest of the card is the engine's, contexts of CUDA excepted."""
+    config = SimpleNamespace(
+        weight_broadcast=WeightBroadcastConfig(type="ipc"),
+        trainer=SimpleNamespace(publish_dtype="bfloat16"),
+        inference=SimpleNamespace(max_model_len=None),
+        seq_len=1024,
+    )
+    engine = SimpleNamespace(num_gpus=1, config=PluginConfig())
+    machines = parse("1xH100-80")
+    facts: Any = SimpleNamespace(
+        config=config, adapts=False, measured={"largest": largest}, machines=machines, weights=8e9,
+        size=2, engine=engine, table=table_of("Qwen3-8B"), other_context=GIB, in_flight=8,
+    )  # fmt: skip
+    side, _ = engine_side(facts)
+    assert side.parts["weights on their way"] == on_the_way
+    assert side.limit == machines.memory - 2 * GIB
+    assert side.total == pytest.approx(0.9 * machines.memory + on_the_way)
 
 
 def test_advice_adds_changes_until_it_fits() -> None:

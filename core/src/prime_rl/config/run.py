@@ -50,8 +50,9 @@ class WeightBroadcastConfig(PluginTable):
 
     type: str = FILES
     """``filesystem``: as files in the run directory. Or an installed weight transport (``nccl``,
-    ``gloo``): from memory to memory, with files only for checkpoints, after the last step, and for
-    an engine that restarts."""
+    ``gloo``, ``ipc``): from memory to memory, with files only for checkpoints, after the last step,
+    and for an engine that restarts. If the key is open and engine and trainer share one GPU,
+    installed packages may choose ``ipc`` (entry points ``prime_rl.fits``)."""
     timeout: PositiveFloat = 120.0
     """With a weight transport: seconds until all engines must have joined, and per message."""
 

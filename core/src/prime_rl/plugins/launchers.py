@@ -172,6 +172,9 @@ class Engine(Offer):
     lacks: ClassVar[Mapping[str, str]] = {}
     """Optional parts of that contract it does not have, and why: ``{"sleep": "no GPU"}``. The suite
     ``prime_rl_devkit.engines`` skips their checks with that reason."""
+    receives: ClassVar[Sequence[str]] = ()
+    """Weight transports by which its server can receive new weights. It is asked only where the
+    run chooses the transport; ``GET /health`` decides."""
 
     def check(self, python: Path | None) -> None:
         """Refuse what the server would fail on, before any process starts.

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -123,6 +123,10 @@ class WeightTransport(Offer):
 
     Offer the plugin under ``prime_rl`` and ``prime_rl.trainer``: both sides call its hook.
     """
+
+    shares_gpus: ClassVar[bool] = False
+    """Whether it can send between processes that take turns on one GPU (``deployment.colocated``):
+    when the engines wake, the trainer's tensors lie on the host."""
 
     def check(self, device: str) -> None:
         """Refuse a ``trainer.device`` (``auto``, ``cpu``, ``cuda``) that cannot send. Raises

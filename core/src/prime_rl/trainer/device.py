@@ -93,10 +93,14 @@ class Offload:
         """Move everything to the host and free the device's memory; the seconds it took."""
         started = time.perf_counter()
         self._move(HOST)
+        self.give_back()
+        return time.perf_counter() - started if self._enabled else 0.0
+
+    def give_back(self) -> None:
+        """Free the device's memory that holds nothing: torch keeps it, and engines need it."""
         if self._enabled and self._device.type == "cuda":
             gc.collect()  # graphs in cycles hold activations
-            torch.cuda.empty_cache()  # else the engines cannot allocate what we have freed
-        return time.perf_counter() - started if self._enabled else 0.0
+            torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> float:
         if not self._enabled:

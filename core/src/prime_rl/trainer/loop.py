@@ -214,6 +214,7 @@ def train(
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
         passing_on = broadcaster.announce(last)
+        trainer.memory.give_back()  # what was used on the way to the engines, which have woken
         announced = time.perf_counter()
         if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)

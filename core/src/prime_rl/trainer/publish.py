@@ -90,6 +90,7 @@ class Broadcaster:
         may_copy = files_only and not (exact or last)
         self._copied = may_copy and self._writer is not None and self._writer.copy()
         if self._waits:
+            self._check_values()  # here, where a colocated trainer still has the device
             mark = partial(parallel.on_main, self._mark)
             retry(mark, f"publish weights version {version}", self._status)
         elif not self._copied:
@@ -170,6 +171,15 @@ class Broadcaster:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MEMORY).touch()
 
+    def _check_values(self) -> None:
+        """Raises ``RunError`` for weights that are not finite. Engines check files before they load
+        them. Those that take tensors one by one cannot."""
+        tensors = published_tensors(self._model).values()
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        finite = [t.isfinite().all() for t in local if t.is_floating_point()]
+        if not all(parallel.gather(bool(torch.stack(finite).all()))):
+            raise RunError(f"weights version {self._version} hold values that are not finite")
+
     def _write_files(self, exact: bool = False) -> None:
         """Every rank calls this."""
         if self._writer is not None:  # the versions before
@@ -188,11 +198,6 @@ class Broadcaster:
         """Whether the engines have the version now."""
         tensors = published_tensors(self._model)
         version = self._version
-        # Engines check files before they load them. Those that take tensors one by one cannot.
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-        finite = [t.isfinite().all() for t in local if t.is_floating_point()]
-        if not all(parallel.gather(bool(torch.stack(finite).all()))):
-            raise RunError(f"weights version {version} hold values that are not finite")
         pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
 
         def send(stream: Iterator[Tensor]) -> None:

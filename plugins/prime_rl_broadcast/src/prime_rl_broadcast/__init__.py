@@ -1,4 +1,5 @@
-"""Weights from the trainer's memory into the engines', over a process group (gloo or NCCL).
+"""Weights from the trainer's memory into the engines', over a process group (gloo or NCCL)
+or through shared memory (ipc).
 
     trainer       <run>/broadcasts/step_7/MEMORY              version 7 is in memory; then STABLE
     orchestrator  <run>/broadcasts/step_7/meeting.json        the group: members and folders
@@ -6,16 +7,16 @@
     trainer  ==>  header, then all tensors by their Hugging Face names  ==>  engines
 
 If a member is missing or refuses, the broadcast ends before any engine has touched its weights.
-``group`` imports no torch; ``connection`` sends and receives.
+``group`` imports no torch; ``connection`` sends and receives, and ``ipc`` does so in shared memory.
 """
 
 from __future__ import annotations
 
 from prime_rl import WeightTransport, hookimpl
-from prime_rl_broadcast.transport import GlooTransport, NcclTransport
+from prime_rl_broadcast.transport import GlooTransport, IpcTransport, NcclTransport
 
 
 @hookimpl
 def register_weight_transports() -> list[type[WeightTransport]]:
-    """Offer ``gloo`` and ``nccl``."""
-    return [GlooTransport, NcclTransport]
+    """Offer ``gloo``, ``nccl`` and ``ipc``."""
+    return [GlooTransport, NcclTransport, IpcTransport]

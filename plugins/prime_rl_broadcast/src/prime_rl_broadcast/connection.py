@@ -1,4 +1,5 @@
-"""A process group of the trainer and the engines.
+"""The connections among the trainer and the engines: of a process group here, of shared memory in
+``ipc``.
 
     header -> every member checks it -> all agree -> tensors in buckets -> all agree
 
@@ -6,7 +7,7 @@ Rank 0 sends. If a member refuses the header, the agreement fails for all before
 A member that fails later still receives the rest, so that the others do not wait, and the sender
 gets its error from the second agreement.
 
-The group is independent of the process groups that ``torch.distributed`` has in this process.
+A process group is independent of those that ``torch.distributed`` has in this process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -37,6 +39,8 @@ from prime_rl_broadcast.group import BroadcastGroup, Check
 
 BUCKET_BYTES = 64 * 2**20
 """Small tensors share a bucket; a larger one has its own."""
+PIECE = 16 * 2**20
+"""Elements that are rounded at a time on their way from the host to a device."""
 ALIGNMENT = 16
 """In bytes, of each tensor in a bucket."""
 NON_BLOCKING = (2, 27)
@@ -45,18 +49,124 @@ PROBLEM_BYTES = 512
 """Longest error that a member can report in an agreement."""
 
 
-class Connection:
-    """One member's end of a process group. It outlives a broadcast: the next one of the same
-    members uses it again."""
+class Connection(ABC):
+    """One member's end of the connections among all. It outlives a broadcast: the next one of the
+    same members uses it again."""
 
     def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
-        """Connect. All members must do so at the same time."""
+        """``device``: where this member receives tensors."""
         self.path = group.group
         self.rank = group.rank
         self.size = group.world_size
         self.broken = False
         """A member has left or refused: the connection is not used again."""
-        self.device = device if group.backend == "nccl" else torch.device("cpu")
+        self.device = device
+
+    def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
+        """As rank 0: broadcast weights. ``tensors`` come in the order of ``header``, one at a time,
+        on any device and of any type."""
+        self.send_buckets(header, filled(header, tensors, self._buffers(header)))
+
+    def send_buckets(self, header: Header, buffers: Iterable[Tensor]) -> None:
+        """As rank 0: broadcast the ``buckets`` of ``header``, filled and in their order."""
+        try:
+            self._send_header(header)
+            self._agree(None)
+            for buffer in buffers:
+                self._send(buffer)
+            self._agree(None)
+        finally:
+            self._release()
+
+    def receive(self, check: Check, use: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
+        """As any other rank: receive weights. ``check`` returns why a header is refused, or None;
+        ``use`` gets names and tensors and may keep them. Raises what ``use`` raises; errors of
+        other members after that are ignored."""
+        problem: Exception | None = None
+        try:
+            header = self._receive_header()
+            self._agree(self._unable() or check(header))
+            stream = self._tensors(header)
+            try:
+                use(stream)
+            except Exception as error:
+                problem = error
+
+            with suppress(WeightsError):  # another member failed; ours is complete
+                for _ in stream:  # the sender blocks until every member has received all buckets
+                    pass
+                self._release()
+                if not self.broken:
+                    self._agree(None if problem is None else f"{type(problem).__name__}: {problem}")
+        finally:
+            self._release()
+
+        if problem is not None:
+            raise problem
+
+    @abstractmethod
+    def close(self) -> None:
+        """Break the connections, so that peers do not wait."""
+
+    @abstractmethod
+    def _send_header(self, header: Header) -> None: ...
+
+    @abstractmethod
+    def _receive_header(self) -> Header: ...
+
+    @abstractmethod
+    def _send(self, buffer: Tensor) -> None:
+        """As rank 0: a filled bucket, to all."""
+
+    @abstractmethod
+    def _fetch(self, buffer: Tensor) -> None:
+        """As any other rank: the next bucket, into ``buffer``."""
+
+    @abstractmethod
+    def _exchange(self, problem: str) -> list[str]:
+        """The problem of each rank, empty if it has none."""
+
+    def _buffers(self, header: Header) -> Iterator[Tensor]:
+        """As rank 0: memory that the buckets of ``header`` are filled into, one after another."""
+        return (new_buffer(bucket, self.device) for bucket in buckets(header))
+
+    def _unable(self) -> str | None:
+        """Why this member cannot receive what the header announces; None: it can."""
+        return None
+
+    def _release(self) -> None:  # noqa: B027 - a process group has nothing to free
+        """Free what the broadcast took. Called again, it does nothing."""
+
+    def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
+        for bucket in buckets(header):
+            buffer = new_buffer(bucket, self.device)
+            if len(buffer):
+                self._fetch(buffer)
+            yield from bucket.tensors(buffer)
+
+    def _agree(self, problem: str | None) -> None:
+        """Exchange errors: raises ``WeightsError`` on every member if one has a ``problem``."""
+        for rank, words in enumerate(self._exchange(problem or "")):
+            if words:
+                self.broken = True
+                raise WeightsError(f"rank {rank} of the broadcast: {words}")
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """A member that dies breaks the connection; one that hangs causes a timeout."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:  # torch's DistBackendError among them
+            self.broken = True
+            raise WeightsError(f"the broadcast failed: {error}") from error
+
+
+class GroupConnection(Connection):
+    """Through a process group: gloo or NCCL."""
+
+    def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
+        """Connect. All members must do so at the same time."""
+        super().__init__(group, device if group.backend == "nccl" else torch.device("cpu"))
         store = dist.FileStore(str(Path(group.group) / "store"), group.world_size)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=group.timeout))
         with _nccl_environment(group), self._errors_named():
@@ -65,96 +175,44 @@ class Connection:
 
         self._store = store  # the file is removed with the object
 
-    def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
-        """As rank 0: broadcast weights. ``tensors`` come in the order of ``header``, one at a time,
-        on any device and of any type."""
-        new = (new_buffer(bucket, self.device) for bucket in buckets(header))
-        self.send_buckets(header, filled(header, tensors, new))
-
-    def send_buckets(self, header: Header, buffers: Iterable[Tensor]) -> None:
-        """As rank 0: broadcast the ``buckets`` of ``header``, filled and in their order."""
-        self._send_bytes(msgspec.json.encode(header))
-        self._agree(None)
-        for buffer in buffers:
-            self._broadcast(buffer)
-        self._agree(None)
-
-    def receive(self, check: Check, use: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
-        """As any other rank: receive weights. ``check`` returns why a header is refused, or None;
-        ``use`` gets names and tensors and may keep them. Raises what ``use`` raises; errors of
-        other members after that are ignored."""
-        header = msgspec.json.decode(self._receive_bytes(), type=Header)
-        self._agree(check(header))
-        stream = self._tensors(header)
-        problem: Exception | None = None
-        try:
-            use(stream)
-        except Exception as error:
-            problem = error
-
-        with suppress(WeightsError):  # another member failed; ours is complete
-            for _ in stream:  # the sender blocks until every member has received all buckets
-                pass
-            if not self.broken:
-                self._agree(None if problem is None else f"{type(problem).__name__}: {problem}")
-
-        if problem is not None:
-            raise problem
-
     def close(self) -> None:
-        """Break the connections."""
         with suppress(RuntimeError):
             self._backend.abort()
         self._backend = None
 
-    def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
-        for bucket in buckets(header):
-            buffer = new_buffer(bucket, self.device)
-            self._broadcast(buffer)
-            yield from bucket.tensors(buffer)
-
-    def _send_bytes(self, data: bytes) -> None:
+    def _send_header(self, header: Header) -> None:
+        data = msgspec.json.encode(header)
         self._broadcast(torch.tensor([len(data)], dtype=torch.int64, device=self.device))
         self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device))
 
-    def _receive_bytes(self) -> bytes:
+    def _receive_header(self) -> Header:
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         self._broadcast(data)
-        return data.cpu().numpy().tobytes()
+        return msgspec.json.decode(data.cpu().numpy().tobytes(), type=Header)
+
+    def _send(self, buffer: Tensor) -> None:
+        if len(buffer):
+            self._broadcast(buffer)
+
+    def _fetch(self, buffer: Tensor) -> None:
+        self._broadcast(buffer)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if not len(tensor):
-            return
         with self._errors_named():
             self._backend.broadcast(tensor, 0).wait()
 
-    def _agree(self, problem: str | None) -> None:
-        """Exchange errors: raises ``WeightsError`` on every member if one has a ``problem``."""
+    def _exchange(self, problem: str) -> list[str]:
         said = torch.zeros(PROBLEM_BYTES, dtype=torch.uint8)
-        text = (problem or "").encode()[:PROBLEM_BYTES]
+        text = problem.encode()[:PROBLEM_BYTES]
         said[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         mine = said.to(self.device)
         problems = [torch.empty_like(mine) for _ in range(self.size)]
         with self._errors_named():
             self._backend.allgather([problems], [mine]).wait()
-        for rank, column in enumerate(problems):
-            words = column.cpu().numpy().tobytes().rstrip(b"\0")
-            if words:
-                self.broken = True
-                raise WeightsError(
-                    f"rank {rank} of the broadcast: {words.decode(errors='replace')}"
-                )
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        """A member that dies breaks the connection; one that hangs causes a timeout."""
-        try:
-            yield
-        except RuntimeError as error:  # torch's DistBackendError among them
-            self.broken = True
-            raise WeightsError(f"the broadcast failed: {error}") from error
+        columns = [column.cpu().numpy().tobytes().rstrip(b"\0") for column in problems]
+        return [column.decode(errors="replace") for column in columns]
 
 
 class Member:
@@ -182,7 +240,7 @@ class Member:
             raise
 
         if connection is None:
-            connection = Connection(group, device)
+            connection = connect(group, device)
         try:
             yield connection
         except BaseException as error:
@@ -194,6 +252,16 @@ class Member:
             connection.close()
         else:
             self._connection = connection
+
+
+def connect(group: BroadcastGroup, device: torch.device) -> Connection:
+    """This member's connection. All members must connect at the same time. Raises
+    ``WeightsError``."""
+    if group.backend == "ipc":
+        from prime_rl_broadcast.ipc import IpcConnection  # it imports this module
+
+        return IpcConnection(group, device)
+    return GroupConnection(group, device)
 
 
 def protocol(backend: str) -> str:
@@ -231,8 +299,23 @@ def filled(
     stream = iter(tensors)
     for bucket, buffer in zip(buckets(header), buffers, strict=True):
         for _, place in bucket.tensors(buffer):
-            place.copy_(next(stream).detach().view(place.shape))
+            fill(place, next(stream).detach().view(place.shape))
         yield buffer
+
+
+def fill(place: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into ``place``, rounded to its type."""
+    if place.device == source.device or place.dtype == source.dtype:
+        place.copy_(source)
+        return
+
+    # Torch would round on the host, into ordinary memory. The device rounds faster, and a piece at
+    # a time takes little of its memory, which the engine has.
+    flat = place.view(-1)
+    values = source.reshape(-1)
+    for start in range(0, len(values), PIECE):
+        piece = slice(start, start + PIECE)
+        flat[piece].copy_(values[piece].to(place.device, non_blocking=True))
 
 
 def buckets(header: Header) -> Iterator[Bucket]:

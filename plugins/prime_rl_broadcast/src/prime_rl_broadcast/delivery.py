@@ -55,6 +55,12 @@ class BroadcastDelivery(WeightDelivery):
                 f"engine {engine.url} cannot receive weights by {self._backend}: its GET /health "
                 f"lists {found} under receives. Set weight_broadcast.type = 'filesystem'."
             )
+        if self._backend == "ipc" and urlsplit(engine.url).hostname not in LOCAL:
+            raise EngineError(
+                f"engine {engine.url} is not known to be on the trainer's machine, whose memory "
+                "the weight transport 'ipc' shares. Set weight_broadcast.type = 'filesystem', "
+                "'gloo' or 'nccl'."
+            )
 
     async def deliver(
         self, weights: Weights, engines: Sequence[AnyEngine], update: Update[AnyEngine]

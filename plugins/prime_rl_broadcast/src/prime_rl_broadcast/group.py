@@ -6,10 +6,11 @@ Importing this imports no torch.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,7 +20,8 @@ from prime_rl import WeightsError
 from prime_rl.rundir.status import names_in, replace_text
 from prime_rl.weights.versions import MEETING
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "ipc"]
+TRANSPORTS: tuple[Backend, ...] = get_args(Backend)
 
 FOLDER = "meetings"
 """In ``broadcasts``: a folder per broadcast and per process group."""
@@ -96,7 +98,12 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
 
 def backends(on_gpu: bool) -> list[Backend]:
     """The ``receives.backends`` of an engine's ``GET /health``."""
-    return ["gloo", "nccl"] if on_gpu else ["gloo"]
+    found: list[Backend] = ["gloo"]
+    if on_gpu:
+        found.append("nccl")
+    if sys.platform == "linux":
+        found.append("ipc")
+    return found
 
 
 def decline(directory: Path) -> bool:

@@ -156,6 +156,22 @@ class BroadcastSender(WeightSender):
         return bool(self._buffers)
 
 
+class IpcSender(BroadcastSender):
+    """Sends through memory that the engines see too, at the speed of a copy: the trainer waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: where memory is shared, if the engines are there too."""
+        # Tensors come from where they are gathered: whole ones of a colocated trainer lie on the
+        # host, and the GPU, which the engine has by now, gets a piece at a time.
+        super().__init__(None, overlap=False)
+        self._shared_on = device
+
+    def send(self, order: object, header: Header, tensors: Iterator[Tensor]) -> None:
+        group = msgspec.convert(order, BroadcastGroup)
+        with self._member.join(group, self._shared_on) as connection:
+            connection.send(header, tensors)
+
+
 def free_memory(device: torch.device | None) -> float:
     """Bytes that a copy of the weights may take, on the GPU or (None) the host."""
     if device is not None and device.type == "cuda":

@@ -1,7 +1,8 @@
-"""The transports ``gloo`` and ``nccl``. Importing this imports no torch."""
+"""The transports ``gloo``, ``nccl`` and ``ipc``. Importing this imports no torch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -84,3 +85,28 @@ class NcclTransport(GlooTransport):
                 "needs GPUs. Set weight_broadcast.type to 'gloo' or 'filesystem'."
             )
         return BroadcastSender(device, self.config.overlap)
+
+
+class IpcTransport(WeightTransport):
+    """Through memory that trainer and engines share on one machine: of the GPU (CUDA IPC), or of
+    the host where one of them computes on it. Needs Linux."""
+
+    name = "ipc"
+    shares_gpus = True
+
+    def check(self, device: str) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"weight_broadcast.type is 'ipc', which needs Linux; this is {sys.platform}. Set "
+                "it to 'filesystem' or 'gloo'."
+            )
+
+    def delivery(self, broadcasts: Path, timeout: float) -> WeightDelivery:
+        from prime_rl_broadcast.delivery import BroadcastDelivery
+
+        return BroadcastDelivery(broadcasts, "ipc", timeout)
+
+    def sender(self, device: torch.device) -> WeightSender:
+        from prime_rl_broadcast.sender import IpcSender
+
+        return IpcSender(device)

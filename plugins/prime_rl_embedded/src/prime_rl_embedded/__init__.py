@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
 from prime_rl.rundir.machine import visible_gpus
+from prime_rl_broadcast.group import TRANSPORTS
 
 
 class EmbeddedConfig(PluginConfig):
@@ -45,6 +46,7 @@ class Embedded(Engine):
     """Starts ``prime_rl_embedded.server`` for a run."""
 
     name = "embedded"
+    receives = TRANSPORTS
     config_class = EmbeddedConfig
 
     @property

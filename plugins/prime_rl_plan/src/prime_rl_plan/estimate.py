@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from prime_rl import ConfigError, Engine
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import FILES, RunConfig
 from prime_rl.entries import entries
 from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, make
@@ -35,6 +35,10 @@ UTILIZATION = 0.9
 """vLLM's default share of a GPU."""
 LAYERS = (3, 5)
 """Numbers of layers that are measured; the rest is extrapolated."""
+BUCKET = 64 * 2**20
+"""Bytes of small weights that are sent together (prime_rl_broadcast)."""
+PIECE = BUCKET
+"""Bytes of weights that are on a GPU to be rounded while they are sent by ``ipc``."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 Parts = dict[str, float]
@@ -221,7 +225,7 @@ def trainer_side(facts: Facts) -> Side:
     total = parts.pop("total") - (parts.pop(ON_HOST, 0) if on_gpu else 0)
     if not on_gpu:
         return Side(parts, math.inf, total)
-    if not facts.config.weight_broadcast.as_files:
+    if facts.config.weight_broadcast.type not in (FILES, "ipc"):
         parts["publish buffer"] = facts.measured["largest"] * 4.0
     parts["reserve"] = CONTEXT + FRAGMENTATION * total
     limit = facts.machines.memory - facts.other_context
@@ -265,6 +269,11 @@ def engine_side(facts: Facts) -> tuple[Side, int]:
     room = share * machines.memory - weights - ENGINE_RUNTIME
     # One sample of the longest kind has to fit, or the engine refuses to start.
     parts = {"weights": weights, "KV": max(room, sample), "runtime": ENGINE_RUNTIME}
+    if facts.config.weight_broadcast.type == "ipc" and not facts.adapts:
+        # Memory that both sides see, and what the engine copies from it (prime_rl_broadcast.ipc).
+        size = facts.measured["largest"] * SIZES[facts.config.trainer.publish_dtype]
+        parts["weights on their way"] = 2.0 * max(size, BUCKET) + PIECE
+        limit = machines.memory - CONTEXT - facts.other_context
     return Side(parts, limit, sum(parts.values())), max(int(room // sample), 0)
 
 

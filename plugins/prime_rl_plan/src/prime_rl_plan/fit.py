@@ -4,6 +4,7 @@ one        engine and trainer take turns on it (``deployment.colocated``)
 several    the trainer gets ``trainer.num_ranks``, or one; replicas of the engine the others
 
 And weights are published in bfloat16 where the engine serves in it (``trainer.publish_dtype``).
+They go through the memory of the GPU that engine and trainer share (``weight_broadcast.type``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.registry.manager import load_plugins
-from prime_rl.registry.offers import make_tuning
+from prime_rl.registry.offers import WEIGHT_TRANSPORT, collect, make_transport, make_tuning
 from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of, num_engines
 from prime_rl_app.resolve import build_engine, build_launcher
 from prime_rl_plan.architecture import architecture
 
+IPC = "ipc"
 KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
 """Of ``[deployment]``: with one of them the config divides the GPUs itself."""
 
@@ -36,10 +38,11 @@ def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
             return config, notices
         config, more = with_gpus(config, launcher, engine)
         gpus = gpus_of(config, launcher)
+        config, transport = with_transport(config, gpus, engine)
     except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
         return config, []
 
-    return config, [*notices, *more, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
+    return config, [*notices, *more, *transport, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
 
 
 def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, list[str]]:
@@ -73,8 +76,11 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
         return config, []
     num_gpus = launcher.num_gpus()
     earlier = num_engines(config) - inference.replicas
-    # Engines that take turns read weights as files, and are those of the policy only.
-    can_share = "sleep" not in engine.lacks and not earlier and config.weight_broadcast.as_files
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    transport = make_transport(config.weight_broadcast, hooks)
+    sends = transport is None or transport.shares_gpus
+    # Engines that take turns are those of the policy only.
+    can_share = "sleep" not in engine.lacks and not earlier and sends
     if num_gpus == 1 and can_share:
         shared = config.deployment.model_copy(update={"colocated": True})
         why = "engine and trainer take turns on the only GPU"
@@ -90,6 +96,22 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
             return config.model_copy(update={"inference": more}), [notice]
 
     return config, []
+
+
+def with_transport(config: RunConfig, gpus: GpuPlan, engine: Engine) -> tuple[RunConfig, list[str]]:
+    """The config with ``weight_broadcast.type = "ipc"``, and a notice of that, if engine and
+    trainer share one GPU and the config leaves the key open. Adapters go as files."""
+    table = config.weight_broadcast
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    one = gpus.trainer is not None and len(gpus.trainer) == 1 and gpus.engines == (gpus.trainer,)
+    decided = "type" in table.model_fields_set
+    can = IPC in engine.receives and IPC in collect(hooks, WEIGHT_TRANSPORT)
+    adapts = make_tuning(config.trainer.settings, hooks) is not None
+    if decided or adapts or not (one and can and config.deployment.colocated):
+        return config, []
+    shared = table.model_copy(update={"type": IPC})
+    notice = f"weight_broadcast.type = {IPC!r}: engine and trainer share one GPU"
+    return config.model_copy(update={"weight_broadcast": shared}), [notice]
 
 
 def idle(gpus: GpuPlan, num_gpus: int, needed: int) -> list[str]:

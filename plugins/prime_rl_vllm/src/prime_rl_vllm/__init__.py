@@ -15,6 +15,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, model_validator
 
 from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+from prime_rl_broadcast.group import TRANSPORTS
 from prime_rl_vllm.arguments import check_keys, check_policy
 from prime_rl_vllm.interpreter import check_interpreter
 
@@ -50,6 +51,7 @@ class Vllm(Engine):
     """Starts ``prime_rl_vllm.server`` for a run."""
 
     name = "vllm"
+    receives = TRANSPORTS
     config_class = VllmConfig
 
     def check(self, python: Path | None) -> None:
