@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.packer import Packer, alone, batch_frames, pack, plan_rows
+from prime_rl import Rollout, Sample, StreamError
+from prime_rl.orchestrator.packer import (
+    Packer,
+    alone,
+    batch_frames,
+    pack,
+    packing_of,
+    plan_rows,
+)
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Batch
@@ -176,6 +183,34 @@ def test_plain_grpo_ships_no_weight_stream():
     (row,) = pack([plain(2, advantages=[1, 2])], ["x"], 3)
     present = [name for name in STREAMS if getattr(row, name) is not None]
     assert present == ["advantages"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "lag"),
+    [
+        ([[4, 4], [4, 4]], None),
+        ([[4, 4], [2, 3]], [-1, 1, 1, -1, 3, 2]),
+        ([[4, 4], None], None),
+    ],
+)
+def test_the_trainer_gets_the_lag_of_each_token_if_the_batch_has_several(versions, lag):
+    """Step 6 trains version 5. The first token of each sample is the prompt."""
+    rollouts = []
+    for number, of_sample in enumerate(versions):
+        sample = Sample(
+            token_ids=np.arange(3),
+            loss_mask=np.array([False, True, True]),
+            inference_logprobs=np.zeros(3),
+            policy_versions=None if of_sample is None else np.array([-1, *of_sample]),
+            advantages=np.ones(3),
+        )
+        rollouts.append(
+            Rollout(env="a", example_id=0, group_id=number, reward=1.0, samples=[sample])
+        )
+    packing = packing_of(6, rollouts, installed_losses(), 16)
+    _, (row,) = decode_batch(batch_frames(packing, 16)[0])
+    column = row.streams.get("policy_lag")
+    assert (None if column is None else column.tolist()) == lag
 
 
 def test_an_empty_sample_is_refused():

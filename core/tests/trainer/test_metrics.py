@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,67 @@ def test_metrics_of_two_envs_two_algorithms_and_unequal_lengths() -> None:
         "tokens/rl": 12.0, "tokens/rl/a": 5.0, "tokens/rl/b": 7.0,
         "tokens/ce": 1.0, "tokens/ce/c": 1.0,
     }, abs=1e-5)  # fmt: skip
+
+
+class Masking(Loss):
+    """Leaves out the tokens of credit 2; a call for each sequence, or one for the row."""
+
+    name = "masking"
+    reads = ("advantages", "policy_lag")
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        masked = (inputs.advantages == 2) & inputs.loss_mask
+        loss = (-inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum()
+        return LossOutputs(loss, {"is_masked": TokenMetric(masked.float(), inputs.loss_mask)})
+
+
+class MaskingAtOnce(Masking):
+    token_wise = True
+
+
+@pytest.mark.parametrize("loss_class", [Masking, MaskingAtOnce])
+def test_ratio_gap_and_masked_share_by_the_lag_of_the_tokens(loss_class: type[Loss]) -> None:
+    """Row 0: lags 0 0 3 of a sequence and 3 of another; row 1: lag 3. log π - log μ is 0.1 at lag 0
+    and 0.2, 0.3 and 0.4 at lag 3. No policy is known for the last token of row 1."""
+    rows = [
+        (micro_batch([4, 2], ("a", "b"), [0, 1], advantages=[0, 2, 1, 2, 0, 1]),
+         [-1, 0, 0, 3, -1, 3], [0, 0.1, 0.1, 0.2, 0, 0.3]),
+        (micro_batch([3], ("a",), [0]), [-1, 3, -1], [0, 0.4, 9.0]),
+    ]  # fmt: skip
+    batches = []
+    for batch, lag, _ in rows:
+        streams = {"policy_lag": np.array(lag, np.int32)}
+        batches.append(replace(batch, streams=streams))
+    losses = installed_losses().with_rl(loss_class(PluginConfig()))
+    counts = count_members(batches, losses)
+    metrics = StepMetrics(counts)
+    for batch, (_, _, gaps) in zip(batches, rows, strict=True):
+        row = make_row(batch, CPU)
+        gap = torch.tensor(gaps)[torch.from_numpy(row.origins)]
+        logprobs = row.inference_logprobs + gap
+        loss = row_loss(row, logprobs, losses, counts)
+        metrics.observe(row, logprobs, gap, loss, ratio_tokens(row, losses))
+
+    found = {name: value for name, value in metrics.result().items() if "policy_lag/" in name}
+    old = [0.2, 0.3, 0.4]
+    assert found == pytest.approx({
+        "policy_lag/0/importance_ratio": math.exp(0.1), "policy_lag/0/mismatch_kl": k3(0.1),
+        "policy_lag/3/importance_ratio": np.mean(np.exp(old)),
+        "policy_lag/3/mismatch_kl": np.mean([k3(gap) for gap in old]),
+        "policy_lag/0/is_masked": 1 / 2, "policy_lag/3/is_masked": 1 / 3,
+    }, rel=1e-4)  # fmt: skip
+
+
+def test_a_batch_of_one_age_has_no_metrics_by_lag() -> None:
+    streams = {"policy_lag": np.array([-1, 2, 2, 2], np.int32)}
+    batch = replace(micro_batch([4], ("a",), [0]), streams=streams)
+    losses = installed_losses().with_rl(Masking(PluginConfig()))
+    counts = count_members([batch], losses)
+    metrics = StepMetrics(counts)
+    row = make_row(batch, CPU)
+    loss = row_loss(row, row.inference_logprobs, losses, counts)
+    metrics.observe(row, row.inference_logprobs, row.inference_logprobs, loss, np.arange(1, 4))
+    assert not [name for name in metrics.result() if name.startswith("policy_lag")]
 
 
 SPLITS = [[[0, 1], [2, 3]], [[3], [2, 0, 1]]]

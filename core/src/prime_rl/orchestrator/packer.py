@@ -98,6 +98,8 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
                 )
             pieces.append(Piece(sample, rollout.env, number, group))
 
+    if _has_several_ages(pieces):
+        needs.add("policy_lag")  # the trainer's metrics are by age then
     pieces = _without_incomplete(pieces, losses)
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
@@ -251,6 +253,17 @@ def _idle(piece: Piece) -> Piece:
         inference_logprobs=np.zeros(1, np.float32),
     )
     return replace(piece, sample=token)
+
+
+def _has_several_ages(pieces: Sequence[Piece]) -> bool:
+    """Whether more than one version of the policy sampled the batch."""
+    columns = [piece.sample.policy_versions for piece in pieces]
+    known = [column for column in columns if column is not None]
+    if not known:
+        return False
+    versions = np.concatenate(known)
+    sampled = versions[versions >= 0]
+    return bool(len(sampled) and sampled.min() != sampled.max())
 
 
 def _lag(sample: Sample, step: int) -> IntColumn:

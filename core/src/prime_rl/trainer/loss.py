@@ -46,7 +46,7 @@ FIELDS = frozenset(each.name for each in fields(LossInputs)) - {"streams"}
 
 TAKEN = frozenset(
     {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "optim", "perf"}
-    | {"plugin", "system", "time", "tokens"}
+    | {"plugin", "policy_lag", "system", "time", "tokens"}
 )
 """First parts of the names of the trainer's own metrics, which a loss must not use."""
 

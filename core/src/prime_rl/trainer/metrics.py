@@ -6,7 +6,8 @@
 
 ``loss/mean`` is the step's loss. ``loss/{median,std,min,max}`` are over its micro batches, of each
 one's share times their number, so that their mean is the step's loss. ``entropy`` and
-``mismatch_kl`` are over tokens. What losses report is a mean over sequences.
+``mismatch_kl`` are over tokens. What losses report is a mean over sequences. ``policy_lag/N/...``
+are means over the tokens that a policy N versions behind sampled; a batch of one age has none.
 
 Values are gathered whole, so that medians are exact over all ranks. That takes 8 bytes per trained
 token and step (entropy and mismatch KL), 32 MB at four million tokens.
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import RunError
+from prime_rl.plugins.loss import TokenMetric
 from prime_rl.registry.calls import take_logged, weighted_means
 from prime_rl.rundir.attempts import check_current
 from prime_rl.trainer import parallel
@@ -106,9 +108,52 @@ class StepMetrics:
             self._values.append((mismatch_kl, entries))
             self.add_max("logprob_gap/max", log_ratio.abs().max())
 
+        if row.policy_lag is not None:
+            self._observe_lag(row, row.policy_lag, logprobs, loss, compared)
         if len(row.sampled_tokens):
             tokens, entries = self._by_env("entropy", row, row.sampled_tokens)
             self._values.append((entropies[tokens], entries))
+
+    def _observe_lag(
+        self, row: PackedRow, lag: Ints, logprobs: Tensor, loss: RowLoss, compared: Ints
+    ) -> None:
+        """By versions between the policy that sampled a token and the one in training: the ratio of
+        π to μ, their gap, and the share that the loss leaves out."""
+        log_ratio = logprobs - row.inference_logprobs
+        columns = {
+            "importance_ratio": log_ratio.exp(),
+            "mismatch_kl": log_ratio.expm1() - log_ratio,
+        }
+        for name, values in columns.items():
+            self._add_by_lag(name, lag, compared, values, torch.ones_like(values))
+
+        calls = [(call, call.outputs.metrics.get("is_masked")) for call in loss.calls]
+        masked = [(call, each) for call, each in calls if isinstance(each, TokenMetric)]
+        if masked:
+            places = np.arange(len(lag))
+            tokens = np.concatenate([places[call.tokens] for call, _ in masked])
+            at = to_device(tokens, np.int64, self._device)
+            member = torch.cat([each.mask for _, each in masked])
+            is_masked = torch.cat([each.values for _, each in masked]).detach().float()
+            weights = torch.zeros_like(logprobs).index_add_(0, at, member.float())
+            values = torch.zeros_like(logprobs).index_add_(0, at, is_masked.where(member, 0.0))
+            self._add_by_lag("is_masked", lag, np.unique(tokens), values, weights)
+
+    def _add_by_lag(
+        self, name: str, lag: Ints, tokens: Ints, values: Tensor, weights: Tensor
+    ) -> None:
+        """The mean of ``values`` [T] at some tokens, by lag, and the sum of their ``weights``."""
+        tokens = tokens[lag[tokens] >= 0]
+        if not len(tokens):
+            return
+        lags, places = np.unique(lag[tokens], return_inverse=True)
+        at = to_device(tokens, np.int64, self._device)
+        place = to_device(places, np.int64, self._device)
+        sums = values.new_zeros(len(lags)).index_add_(0, place, values[at])
+        numbers = weights.new_zeros(len(lags)).index_add_(0, place, weights[at])
+        pairs = torch.stack([sums / numbers.clamp(min=1), numbers], dim=1)
+        names = [f"policy_lag/{each}/{name}" for each in lags.tolist()]
+        self._values.append((pairs, [("values", each, "", 2) for each in names]))
 
     def _by_env(self, name: str, row: PackedRow, tokens: Ints) -> tuple[Tensor, list[Entry]]:
         """Some of a row's tokens, sorted by env, with the entries of one value per token."""
@@ -175,8 +220,11 @@ def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]
     merged = _merge([part for each in steps for part in each.gathered])
     number = len(steps)
     shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
-    names = [name for name in merged.values if name.startswith("plugin/")]
+    names = [name for name in merged.values if name.startswith(("plugin/", "policy_lag/"))]
     logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
+    lags = {name.split("/")[1] for name in names if name.startswith("policy_lag/")}
+    if len(lags) == 1:  # a loss reads the ages of a batch that has only one
+        logged = {n: pairs for n, pairs in logged.items() if not n.startswith("policy_lag/")}
     tokens: Counter[str] = Counter()
     for each in steps[: number // epochs]:
         tokens.update(each.counts.metrics())

@@ -86,6 +86,9 @@ class PackedRow:
     ``rollout_ids`` and ``group_ids`` where the batch has them."""
     top_ids: npt.NDArray[Any] | None
     """[N, k] on the host, where they are checked: the stream, of the targets."""
+    policy_lag: Ints | None
+    """[T] on the host: versions between the policy that sampled a token and the one in training,
+    -1 where none did. None: the batch does not say."""
 
 
 def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = APART) -> PackedRow:
@@ -137,6 +140,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
         envs=micro_batch.envs,
         of_sequences={name: column[order] for name, column in ids.items()},
         top_ids=streams[TOP_IDS][targets] if TOP_IDS in streams else None,
+        policy_lag=streams.get("policy_lag"),
     )
 
 

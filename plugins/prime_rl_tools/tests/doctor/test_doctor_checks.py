@@ -21,7 +21,7 @@ from waiting import LIMIT
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import write_rollouts
-from prime_rl_tools.doctor import History, diagnose
+from prime_rl_tools.doctor import History, diagnose, pace_line
 from prime_rl_tools.doctor.history import OF_ALL
 from prime_rl_tools.view import findings
 from prime_rl_tools.view.findings import Findings
@@ -287,6 +287,33 @@ def test_a_planted_pathology_is_found_and_nothing_else(name, tmp_path):
     assert [verdict.name for verdict in found] == [name], found
     (verdict,) = found
     assert all((verdict.finding, verdict.evidence, verdict.threshold, verdict.advice))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "key"),
+    [
+        ((6.0, 1.0, 3.0), "training-bound", "trainer.num_ranks"),
+        ((3.0, 1.0, 6.0), "sampling-bound", "inference.replicas"),
+        ((3.0, 6.0, 1.0), "held by a tail", "orchestrator.max_off_policy_steps"),
+    ],
+)
+def test_the_command_says_what_sets_the_pace(seconds, bound, key, tmp_path):
+    run = Recorded(tmp_path / "outputs/run", steps=STEPS)
+    for row in run.rows.values():
+        names = ("pace/training", "pace/held", "pace/starved")
+        row.update(zip(names, seconds, strict=True))
+    run.save()
+    said = CliRunner().invoke(app, ["doctor", "run", "--output-dir", str(tmp_path / "outputs")])
+    (paragraph,) = re.findall(r"^The run is .*?\.$", said.output, re.DOTALL | re.MULTILINE)
+    text = " ".join(paragraph.split())
+    shares = "pace/training {:.0%}, pace/held {:.0%}, pace/starved {:.0%}".format(
+        *(each / 10 for each in seconds)
+    )
+    assert bound in text and shares in text and key in text, text
+
+
+def test_a_run_that_does_not_say_what_sets_its_pace_gets_no_line(tmp_path):
+    assert pace_line(History(Recorded(tmp_path / "run", steps=STEPS).save())) is None
 
 
 def test_the_command_says_what_was_found_and_what_to_change(tmp_path):

@@ -83,8 +83,10 @@ def learned(run_dir):
     group = [rollout(ids, r, member=n) for n, (ids, r) in enumerate(SIBLINGS)]
     add_step(run_dir, 1, group)
     add_step(run_dir, 2, [rollout([1, 2, 8, 9], 0.5, group=1, version=1)])
-    add_metrics(run_dir, 1, **{"loss/rl": -0.00766, "train/words/all/reward/mean": 0.5})
-    add_metrics(run_dir, 2, **{"loss/rl": -0.00366, "train/words/all/reward/mean": 0.5})
+    fresh = {"off_policy/behind/0": 1.0}
+    mixed = {"off_policy/behind/0": 0.25, "off_policy/behind/2": 0.75}
+    add_metrics(run_dir, 1, **{"loss/rl": -0.00766, "train/words/all/reward/mean": 0.5}, **fresh)
+    add_metrics(run_dir, 2, **{"loss/rl": -0.00366, "train/words/all/reward/mean": 0.5}, **mixed)
     add_eval(run_dir, 0, [([3, 3, 9], 0.25), ([4, 9], 0.5)])
     add_eval(run_dir, 2, [([3, 5, 9], 0.75), ([4, 9], 0.5)])
     return run_dir
@@ -158,6 +160,21 @@ def test_a_bar_of_the_histogram_keeps_its_rewards_and_an_export_has_them(frozen)
     lines = [json.loads(line) for line in frozen.eval("exported()").splitlines()]
     assert [(line["reward"], line["step"], line["example"]) for line in lines] == [(1, 1, 7)] * 2
     assert lines[0]["reply"] == ["⟨1⟩⟨2⟩⟨3⟩⟨9⟩"] and lines[0]["prompt"] == ["⟨20⟩⟨21⟩"]
+
+
+def test_a_histogram_shows_how_far_a_batch_is_behind(frozen):
+    bars = "[...document.querySelectorAll('#ages .bars span')].map(e => e.title)"
+    assert "batch 2" in frozen.text("#ages .average")
+    assert frozen.eval(bars) == [
+        "25.0% of batch 2: 0 versions behind",
+        "0.0% of batch 2: 1 versions behind",
+        "75.0% of batch 2: 2 versions behind",
+    ]
+    frozen.eval(
+        "(e => { e.value = 0; e.dispatchEvent(new Event('input')) })"
+        "(document.querySelector('#ages input'))"
+    )
+    assert frozen.eval(bars)[0] == "100.0% of batch 1: 0 versions behind"
 
 
 def test_the_tree_shows_where_winners_and_losers_part(frozen):

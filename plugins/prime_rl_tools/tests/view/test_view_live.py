@@ -150,6 +150,15 @@ def test_while_training(run_dir):
         assert shown in text, shown
 
 
+def test_the_shares_of_a_batch_by_versions_behind(run_dir):
+    ages = {"off_policy/mean": 1.5, "off_policy/max": 2.0}
+    first = {"off_policy/behind/0": 0.5, "off_policy/behind/4": 0.5}
+    log(run_dir, 1, seconds=1, tokens=1000.0, **ages, **first)
+    shares = {"off_policy/behind/0": 0.25, "off_policy/behind/2": 0.75}
+    log(run_dir, 2, seconds=2, tokens=2000.0, **ages, **shares)
+    assert "1.50 steps (max 2: 25% 0% 75%)" in drawn(run_dir)
+
+
 def test_the_time_left_the_trainers_numbers_and_the_waits(run_dir):
     for step in (1, 2, 3):  # 30 s a step
         log(run_dir, step, seconds=30.0 * step, tokens=300.0 * step)

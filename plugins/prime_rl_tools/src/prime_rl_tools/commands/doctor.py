@@ -34,7 +34,7 @@ def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     """
     from prime_rl.errors import printable
     from prime_rl_app.runs import find_run
-    from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
+    from prime_rl_tools.doctor import MIN_STEPS, History, diagnose, pace_line
 
     history = History(find_run(run, output_dir))
     verdicts = diagnose(history)
@@ -50,6 +50,9 @@ def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
     for line in reward_lines(history.run_dir):
         typer.echo(line)
+    pace = pace_line(history)
+    if pace is not None:
+        typer.echo(textwrap.fill(pace, 96, break_long_words=False, break_on_hyphens=False))
     for verdict in verdicts:
         typer.echo(f"\n{printable(_text(verdict))}")
     if verdicts:

@@ -26,9 +26,15 @@ from prime_rl_tools.doctor.checks import (
 )
 from prime_rl_tools.doctor.history import MIN_STEPS, History
 from prime_rl_tools.doctor.measures import Verdict
-from prime_rl_tools.doctor.updates import held_by_tail, rate_too_high, rate_too_low, starved
+from prime_rl_tools.doctor.updates import (
+    held_by_tail,
+    pace_line,
+    rate_too_high,
+    rate_too_low,
+    starved,
+)
 
-__all__ = ["CHECKS", "EVERY", "MIN_STEPS", "History", "Verdict", "diagnose"]
+__all__ = ["CHECKS", "EVERY", "MIN_STEPS", "History", "Verdict", "diagnose", "pace_line"]
 
 EVERY = 10
 """Steps between two readings of a run in progress."""

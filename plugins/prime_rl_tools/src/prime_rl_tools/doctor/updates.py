@@ -106,13 +106,48 @@ def starved(run: History) -> Iterator[Verdict]:
             )
 
 
+CAUSES = ("pace/training", "pace/held", "pace/starved")
+"""What the seconds of a step are spent on, as the trainer sees it."""
+BOUND = {
+    "pace/training": (
+        "training-bound: the trainer always has a batch",
+        "more trainer_gpus or trainer.num_ranks, a larger trainer.micro_batch_tokens; or fewer "
+        "engines, which cost nothing then",
+    ),
+    "pace/starved": (
+        "sampling-bound: the trainer waits because too few groups are complete",
+        "more engines (inference.replicas, deployment.inference_gpus) if theirs are busy, else a "
+        "larger orchestrator.max_inflight_rollouts; shorter replies (orchestrator.train.sampling."
+        "max_completion_tokens)",
+    ),
+    "pace/held": (
+        "held by a tail: complete groups wait for the places of a few long ones",
+        "a higher orchestrator.max_off_policy_steps; a lower orchestrator.train.sampling."
+        "max_completion_tokens, or a shorter timeout or max_turns of the env",
+    ),
+}
+"""What sets the pace, and the keys that change it."""
+
+
+def pace_line(run: History) -> str | None:
+    """What most seconds of the last window were spent on, and the keys that change it. None: the
+    run does not say, as one without rollouts."""
+    seconds = {cause: float(run.values(cause, run.late).sum()) for cause in CAUSES}
+    total = sum(seconds.values())
+    if total <= 0:
+        return None
+    most = max(seconds, key=lambda cause: seconds[cause])
+    shares = ", ".join(f"{cause} {spent / total:.0%}" for cause, spent in seconds.items())
+    text, keys = BOUND[most]
+    return f"The run is {text} ({shares}, {span(run.late)}). To make it faster: {keys}."
+
+
 HELD = 0.25
 
 
 def held_by_tail(run: History) -> Iterator[Verdict]:
     """The trainer waits for groups that take longer than their age allows."""
-    causes = ("pace/training", "pace/held", "pace/starved")
-    seconds = {cause: float(run.values(cause, run.late).sum()) for cause in causes}
+    seconds = {cause: float(run.values(cause, run.late).sum()) for cause in CAUSES}
     share = seconds["pace/held"] / max(sum(seconds.values()), 1e-9)
     if share <= HELD:
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,6 +273,8 @@ class MetricsTail:
         self.rewards: list[float] = []
         self.outcomes: dict[str, float] = {}
         """Of the rollouts of the newest batch, which the newest reward does not show."""
+        self.versions_behind: list[float] = []
+        """Of the newest batch, the share of rollouts that are 0, 1, 2 ... versions behind."""
         self.step = 0
         self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
         """Step, seconds and tokens so far."""
@@ -296,6 +298,7 @@ class MetricsTail:
             if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
                 self.step = row["step"]
                 self.outcomes = outcomes(row)
+                self.versions_behind = shares_behind(row)
                 now = row["progress/seconds"], row["progress/total_tokens"]
                 if self._clock and now < self._clock[-1][1:]:  # a new attempt: both start again
                     self._clock.clear()
@@ -353,9 +356,26 @@ class MetricsTail:
 
     @property
     def off_policy(self) -> str:
-        """Staleness of the last batch, in steps."""
-        mean, most = (self.latest.get(f"off_policy/{key}") for key in ("mean", "max"))
-        return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
+        """Staleness of the last batch, in steps, with the shares of the batch by their number from
+        0 on if there are several."""
+        mean = self.latest.get("off_policy/mean")
+        most = self.latest.get("off_policy/max")
+        if mean is None or most is None:
+            return "-"
+        shares = " ".join(f"{share:.0%}" for share in self.versions_behind)
+        several = f": {shares}" if len(self.versions_behind) > 1 else ""
+        return f"{mean:.2f} steps (max {most:.0f}{several})"
+
+
+def shares_behind(row: Mapping[str, Any]) -> list[float]:
+    """The share of a batch that is 0, 1, 2 ... versions behind, up to its oldest rollout."""
+    prefix = "off_policy/behind/"
+    shares = {
+        int(name.removeprefix(prefix)): float(share)
+        for name, share in row.items()
+        if name.startswith(prefix) and share is not None
+    }
+    return [shares.get(number, 0.0) for number in range(max(shares, default=-1) + 1)]
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:

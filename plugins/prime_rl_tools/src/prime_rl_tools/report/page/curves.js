@@ -1,4 +1,5 @@
-// Curves of the metrics, and the histogram of the rewards that pass the filters.
+// Curves of the metrics, the histogram of the rewards that pass the filters, and that of the versions
+// that a batch is behind.
 
 const LINES = ["#2f78c8", "#d07a00", "#2a9562", "#a655ad", "#8a6d3b", "#c0445c"];
 let chosenMetric = null;
@@ -61,9 +62,57 @@ function drawCurves() {
     wanted.push({ title: select, series: [{ metric: select.value, label: "" }] });
   }
   const boxes = wanted.map(() => el("div", { class: "chart" }));
-  $("curves").replaceChildren(...boxes, el("div", { class: "chart", id: "histogram" }));
+  const ages = runs.some((run) => agesOf(run).size) ? [el("div", { class: "chart", id: "ages" })] : [];
+  $("curves").replaceChildren(...boxes, el("div", { class: "chart", id: "histogram" }), ...ages);
   wanted.forEach((panel, index) => chart(boxes[index], panel.title, panel.series, panel.note)); // now they have a width
   drawHistogram();
+  drawAges();
+}
+
+// step -> shares of its batch that are 0, 1, 2 ... versions behind.
+function agesOf(run) {
+  const found = new Map();
+  for (const [metric, points] of Object.entries(run.curves)) {
+    const match = metric.match(/^off_policy\/behind\/(\d+)$/);
+    for (const [step, share] of match ? points : []) {
+      if (!found.has(step)) found.set(step, []);
+      found.get(step)[Number(match[1])] = share;
+    }
+  }
+  return found;
+}
+
+let ageStep = null;
+
+// One batch at a time: a slider, at the newest batch until it is moved. Of two runs, bars side by side.
+function drawAges() {
+  const box = $("ages");
+  if (!box) return;
+  const all = runs.map(agesOf);
+  const steps = [...new Set(all.flatMap((each) => [...each.keys()]))].sort((a, b) => a - b);
+  const newest = steps.length - 1;
+  const most = Math.max(...all.flatMap((each) => [...each.values()].map((shares) => shares.length)));
+  const said = el("output", {}), bars = el("div", { class: "bars" });
+  const show = (step) => {
+    said.textContent = `batch ${step} `;
+    const cells = Array.from({ length: most }, (_, behind) => all.map((each, index) => {
+      const share = each.get(step)?.[behind] ?? 0;
+      const name = runs.length > 1 ? `${"AB"[index] ?? index + 1}: ` : "";
+      const title = `${name}${percent(share)} of batch ${step}: ${behind} versions behind`;
+      return el("span", { title, role: "img", "aria-label": title }, el("i", { style: `height:${100 * share}%;opacity:${index ? 0.5 : 1}` }));
+    }));
+    bars.replaceChildren(...cells.flat());
+  };
+  const place = steps.includes(ageStep) ? steps.indexOf(ageStep) : newest;
+  const slider = el("input", { type: "range", min: 0, max: newest, value: place, "aria-label": "batch" });
+  slider.addEventListener("input", () => {
+    const at = Number(slider.value);
+    ageStep = at === newest ? null : steps[at]; // the newest batch is followed
+    show(steps[at]);
+  });
+  show(steps[place]);
+  box.replaceChildren(el("h2", {}, "Versions behind"), el("div", { class: "average" }, said, slider), bars,
+    el("div", { class: "ends" }, el("span", {}, "0"), el("span", {}, String(most - 1))));
 }
 
 // Of several runs: the first run's lines are solid, the others' are dashed.
