@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from prime_rl import ConfigError, Engine
+from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.launchers import Launcher
-from prime_rl.registry.manager import load_plugins
-from prime_rl.registry.offers import make_tuning
-from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of, num_engines
-from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of
+from prime_rl_app.resolve import Resolved
 from prime_rl_plan.architecture import architecture
 
 KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
@@ -27,31 +23,31 @@ KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
 def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with a use for each GPU of this machine, and a notice for each key that was set
     and for GPUs that stay idle."""
-    hooks = load_plugins(disabled=config.plugins.disabled)
+    resolved = Resolved(config)
     try:
-        launcher = build_launcher(config, hooks)
-        engine = build_engine(config, hooks)
-        config, notices = with_publish_dtype(config, engine)
+        launcher = resolved.launcher
+        engine = resolved.engine
+        config, notices = with_publish_dtype(resolved)
         if launcher.is_remote or not launcher.num_gpus():
             return config, notices
-        config, more = with_gpus(config, launcher, engine)
-        gpus = gpus_of(config, launcher)
+        config, more = with_gpus(config, resolved)
+        gpus = gpus_of(config, launcher, resolved.earlier_weights.engines)
     except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
         return config, []
 
     return config, [*notices, *more, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
 
 
-def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, list[str]]:
+def with_publish_dtype(resolved: Resolved) -> tuple[RunConfig, list[str]]:
     """The config with ``trainer.publish_dtype`` of the engine, and a notice of that, if it leaves
     the key open. An engine without a dtype of its own serves in that of the model's folder.
     Adapters are not rounded."""
+    config = resolved.config
     trainer = config.trainer
-    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     open_here = "publish_dtype" not in trainer.model_fields_set and not config.inference.base_url
-    if not open_here or make_tuning(trainer.settings, hooks) is not None:
+    if not open_here or resolved.tuning is not None:
         return config, []
-    served = engine.dtype
+    served = resolved.engine.dtype
     if served is None:
         with suppress(ConfigError):  # a model that this machine does not know yet
             table = architecture(config)
@@ -64,15 +60,16 @@ def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, li
     return config.model_copy(update={"trainer": rounded}), [notice]
 
 
-def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[RunConfig, list[str]]:
+def with_gpus(config: RunConfig, resolved: Resolved) -> tuple[RunConfig, list[str]]:
     """The config with ``deployment.colocated`` or ``inference.replicas`` set, if it leaves them
     open, and a notice of that. Engines of earlier weights are counted."""
     inference = config.inference
     decided = config.deployment.model_fields_set & KEYS or inference.base_url is not None
     if decided or config.trainer.device == "cpu":
         return config, []
-    num_gpus = launcher.num_gpus()
-    earlier = num_engines(config) - inference.replicas
+    engine = resolved.engine
+    num_gpus = resolved.launcher.num_gpus()
+    earlier = len(resolved.earlier_weights.engines)
     # Engines that take turns read weights as files, and are those of the policy only.
     can_share = "sleep" not in engine.lacks and not earlier and config.weight_broadcast.as_files
     if num_gpus == 1 and can_share:
