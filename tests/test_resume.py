@@ -47,7 +47,7 @@ from prime_rl.wire import encode_batch
 from prime_rl.wire.micro_batch import decode_batch
 from prime_rl_app.children import Child, end, start
 from prime_rl_app.commands import engine_launch
-from prime_rl_app.resolve import build_engine
+from prime_rl_app.resolve import Resolved
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -260,7 +260,7 @@ def test_killed_amid_asynchronous_training_none_is_skipped_and_none_comes_twice(
 
 def serve(config: RunConfig, launch: Launch, run_dir: Path) -> Child:
     (run_dir / "status").mkdir(parents=True, exist_ok=True)
-    engine = build_engine(config, load_plugins())
+    engine = Resolved(config).engine
     command = engine.command(engine_launch(config, launch, run_dir, "key"))
     return start("inference", command.argv, dict(command.env), run_dir / "engine.log")
 

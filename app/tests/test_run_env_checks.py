@@ -1,6 +1,7 @@
 """Who samples must fit what is trained; each refusal gives the reason and a way out."""
 
 import pytest
+from resolved_parts import resolved_with
 
 from prime_rl import Algorithm, ConfigError, Loss, PluginConfig, RendererOffer, Source, hookimpl
 from prime_rl.config.run import RunConfig
@@ -93,10 +94,13 @@ def check(
     hooks = Hooks()
     hooks.register(Plugin(), "plugin")
     if trainer is None:
-        return check_algorithms(RunConfig.model_validate(config), hooks, losses)
+        checked = RunConfig.model_validate(config)
+        algorithms = resolved_with(checked, hooks=hooks).algorithms()
+        return check_algorithms(checked, hooks, losses, algorithms)
     checked = RunConfig.model_validate(config | {"trainer": trainer})
     losses = Components.load(checked.trainer, load_plugins(TRAINER_GROUP))
-    check_algorithms(checked, hooks, losses)
+    algorithms = resolved_with(checked, hooks=hooks).algorithms()
+    check_algorithms(checked, hooks, losses, algorithms)
 
 
 def refusal(*args, **kwargs):

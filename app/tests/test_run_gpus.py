@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from resolved_parts import resolved_with
 from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
@@ -47,7 +48,7 @@ def config(**tables):
 
 
 def plan(launcher, **tables):
-    return gpus_of(config(**tables), launcher)
+    return resolved_with(config(**tables), launcher=launcher).gpus
 
 
 def refused(launcher, **tables):
@@ -250,8 +251,8 @@ def seen(launcher, task, tmp_path):
 def test_each_process_sees_its_own_gpus(machine, tmp_path, visible, found):
     launcher = machine(4, visible)
     asked = config(inference__replicas=2, trainer__num_ranks=2)
-    gpus = gpus_of(asked, launcher)
-    tasks = [*_engine_tasks(asked, gpus, 0), *_trainer_tasks(asked, gpus, 2, False)]
+    gpus = gpus_of(asked, launcher, ())
+    tasks = [*_engine_tasks(2, gpus, 0), *_trainer_tasks(asked, gpus, 2, False)]
     tasks.append(Task("orchestrator", "orchestrator"))
     names = ["inference", "inference_1", "trainer", "orchestrator"]
     assert [task.name for task in tasks] == names
@@ -263,7 +264,7 @@ def test_nodes_of_a_trainer_on_one_machine_share_its_gpus(machine):
     asked = config(
         deployment__inference_gpus=[0, 1], deployment__trainer_nodes=2, trainer__num_ranks=2
     )
-    tasks = [*_trainer_tasks(asked, gpus_of(asked, launcher), 2, False)]
+    tasks = [*_trainer_tasks(asked, gpus_of(asked, launcher, ()), 2, False)]
     assert [(task.name, task.number, task.gpus) for task in tasks] == [
         ("trainer", 0, (2,)),
         ("trainer_1", 1, (3,)),
@@ -283,7 +284,7 @@ def test_the_engine_of_the_first_weights_has_gpus_of_its_own(machine, monkeypatc
     }
     four = machine(4)
     assert plan(four, **env) == GpuPlan(((0,), (1,)), (3,))
-    assert [task.name for task in _engine_tasks(config(**env), plan(four, **env), 1)] == [
+    assert [task.name for task in _engine_tasks(2, plan(four, **env), 1)] == [
         *("inference", "inference_1")
     ]
     served = env | {"orchestrator__initial": '{name = "m", base_url = "http://a:1/v1"}'}

@@ -13,6 +13,7 @@ from waiting import LIMIT
 from prime_rl import ConfigError, ModelMaker, PluginConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.status import read_status
+from prime_rl.registry.manager import Hooks
 from prime_rl.rundir.launch import READY, Launch, wait_for_model
 from prime_rl.rundir.status import Status
 from prime_rl_app import models
@@ -111,14 +112,14 @@ def run_of(name):
 
 def test_a_folder_is_used_as_it_is(tmp_path, cache):
     (tmp_path / "config.json").write_text("{}")
-    assert model_path(run_of(tmp_path)) == (str(tmp_path), False)
+    assert model_path(run_of(tmp_path), Hooks()) == (str(tmp_path), False)
 
 
 def test_a_hub_model_is_fetched_once(cache):
-    path, to_make = model_path(run_of("owner/name"))
+    path, to_make = model_path(run_of("owner/name"), Hooks())
     assert to_make and path == str(cache / "hub--owner--name")
     make(fills("{}"), cache / "hub--owner--name")
-    assert model_path(run_of("owner/name")) == (path, False)
+    assert model_path(run_of("owner/name"), Hooks()) == (path, False)
 
 
 def test_an_unreachable_hub_is_reported(tmp_path, monkeypatch):

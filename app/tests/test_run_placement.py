@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from resolved_parts import resolved_with
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError, Launcher, Place, PluginConfig
@@ -68,9 +69,10 @@ ENGINE = SimpleNamespace(num_gpus=4)
 
 def launch_of(launcher, *overrides, checkpoint=None):
     asked = config(*overrides)
-    layout = lay_out(asked, launcher, ENGINE, checkpoint)
+    resolved = resolved_with(asked, launcher=launcher, engine=ENGINE)
+    layout = lay_out(resolved, checkpoint)
     places = launcher.place(layout.tasks, Path(), lambda what: None)
-    return plan(asked, layout, places, checkpoint)
+    return plan(resolved, layout, places, checkpoint)
 
 
 # -- on one machine -------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def started(tmp_path, *overrides):
     printed = []
     # A relative path, as users give it.
     view = SimpleNamespace(run_dir=Path("run"), print=printed.append)
-    supervisor.Attempts(config(*overrides), view, launcher).start(None)
+    supervisor.Attempts(resolved_with(config(*overrides), launcher=launcher), view).start(None)
     assert printed == ["waiting for room"]
     return launcher.started, tmp_path / "run"
 

@@ -1,18 +1,22 @@
 """What can be known to fail before a process starts, fails before a process starts."""
 
 import sys
+from collections import Counter
 
 import pytest
+from resolved_parts import resolved_with
 
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.import_path import import_function
-from prime_rl.registry.manager import Hooks
+from prime_rl.registry.manager import Hooks, load_plugins
+from prime_rl_app import placement, resolve
 from prime_rl_app.config import build_config
 from prime_rl_app.env_checks import check_algorithms, check_envs
+from prime_rl_app.models import build_model_maker
+from prime_rl_app.placement import lay_out
 from prime_rl_app.resolve import (
     build_engine,
-    build_model_maker,
     check,
     check_filters,
 )
@@ -31,7 +35,39 @@ def refusal(*args, **kwargs):
 
 
 def test_a_sound_config_passes():
-    assert check(config()).has_plugin("app")
+    assert check(config()).hooks.has_plugin("app")
+
+
+def test_each_part_of_a_run_is_made_once(monkeypatch, tmp_path):
+    """From the check to the start: what the check made is handed on."""
+    made = Counter()
+    monkeypatch.chdir(tmp_path)
+    for name in ("build_engine", "build_launcher", "algorithm_of", "make_tuning", "make_optimizer"):
+        monkeypatch.setattr(resolve, name, counted(getattr(resolve, name), name, made))
+    monkeypatch.setattr(resolve.Components, "load", counted(resolve.Components.load, "load", made))
+    monkeypatch.setattr(resolve, "load_plugins", counted(load_plugins, "load_plugins", made))
+    envs = [{"id": "reverse-text", "name": "a"}, {"id": "reverse-text", "name": "b"}]
+    resolved = check(config({"train": {"env": envs}}))
+    layout = lay_out(resolved)
+    places = resolved.launcher.place(layout.tasks, tmp_path, print)
+    placement.plan(resolved, layout, places)
+    assert made == {
+        "load_plugins": 2,  # of the orchestrator's side and of the trainer's
+        "build_engine": 1,
+        "build_launcher": 1,
+        "algorithm_of": 2,  # one for each env
+        "make_tuning": 1,
+        "make_optimizer": 1,
+        "load": 1,
+    }
+
+
+def counted(function, name, made):
+    def call(*args, **kwargs):
+        made[name] += 1
+        return function(*args, **kwargs)
+
+    return call
 
 
 def test_no_training_env():
@@ -226,7 +262,7 @@ def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():
         "trainer.publish_dtype is 'bfloat16', and inference.embedded.dtype is 'float32': "
     )
     in_both = config(trainer=rounded, inference={"embedded": {"dtype": "bfloat16"}})
-    assert check(in_both).has_plugin("app")
+    assert check(in_both).hooks.has_plugin("app")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +324,9 @@ def hooks():
 
 
 def test_a_group_of_one_is_fine_where_credit_is_not_relative(hooks):
-    check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks, installed_losses())
+    asked = config({"group_size": 1, "algo": {"type": "lone"}})
+    algorithms = resolved_with(asked, hooks=hooks).algorithms()
+    check_algorithms(asked, hooks, installed_losses(), algorithms)
 
 
 def test_enforce_is_cores_and_the_rest_the_filters(hooks):
@@ -409,7 +447,7 @@ def test_an_agent_that_the_env_lacks():
     )
     fixed = {"solver": {"model": "other"}}
     assert "and the env has 'proposer'." in refusal(seated("solver", args=fixed))
-    assert check(config(seated("proposer", "solver"))).has_plugin("app")
+    assert check(config(seated("proposer", "solver"))).hooks.has_plugin("app")
 
 
 def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):

@@ -20,7 +20,8 @@ from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 from prime_rl_app.cli.app import app
 from prime_rl_app.cli.run import split_resume
 from prime_rl_app.config import build_config
-from prime_rl_app.resume import begin, config_drift, plan, rewind, version_drift
+from prime_rl_app.resolve import Resolved
+from prime_rl_app.resume import Plan, begin, config_drift, rewind, version_drift
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:
@@ -42,6 +43,12 @@ def checkpoint(run_dir: Path, step: int, asked: RunConfig) -> Checkpoint:
     progress = {"config": asked.model_dump(mode="json"), "plugins": installed_versions()}
     target.progress.write_text(json.dumps(progress))
     return complete(run_dir, step)
+
+
+def plan(asked: RunConfig, what: str) -> Plan:
+    found = Resolved(asked, what).earlier_run
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(

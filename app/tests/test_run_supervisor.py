@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from resolved_parts import resolved_with
 from waiting import Clock
 
 from prime_rl import RunError
@@ -241,12 +242,11 @@ def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_pat
     launcher = SimpleNamespace(
         end=ended.extend, close=lambda: ended.append("closed"), is_remote=False
     )
-    monkeypatch.setattr(supervisor, "build_launcher", lambda *_: launcher)
     monkeypatch.setattr(supervisor.Attempts, "start", starting)
-    config = RunConfig(model={"name": "m"}, max_steps=1)
+    resolved = resolved_with(RunConfig(model={"name": "m"}, max_steps=1), launcher=launcher)
     view = SimpleNamespace(print=print, run_dir=tmp_path)
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
-        supervisor.run(config, view)
+        supervisor.run(resolved, view)
     assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]
 
 

@@ -41,32 +41,30 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     """
     from prime_rl.proxies import settle
     from prime_rl.rundir.directory import held, make_run_dir
-    from prime_rl_app import resume as resuming
     from prime_rl_app.cli.run import train as train_in
     from prime_rl_app.config import build_config, fitted
-    from prime_rl_app.models import check_tuning
     from prime_rl_app.resolve import check
+    from prime_rl_app.resume import begin
 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
-    resolved, notices = fitted(build_config(_table(config, overrides)))
+    whole, notices = fitted(build_config(_table(config, overrides)))
     notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
-    hooks = check(resolved)
-    tuning = check_tuning(resolved)
-    if resume is not None:
-        chosen = resuming.plan(resolved, str(resume), tuning)
+    resolved = check(whole, None if resume is None else str(resume))
+    chosen = resolved.earlier_run
+    if chosen is not None:
         print("\n".join(chosen.notes))
         if chosen.is_over:
             assert chosen.run_dir is not None
             return Run(chosen.run_dir)
-        with resuming.begin(resolved, chosen) as (run_dir, checkpoint):
-            train_in(resolved, hooks, run_dir, _again(run_dir), checkpoint)
+        with begin(whole, chosen) as (run_dir, checkpoint):
+            train_in(resolved, run_dir, _again(run_dir), checkpoint)
         return Run(run_dir)
 
-    run_dir = make_run_dir(resolved)
+    run_dir = make_run_dir(whole)
     with held(run_dir):
-        train_in(resolved, hooks, run_dir, _again(run_dir), None)
+        train_in(resolved, run_dir, _again(run_dir), None)
     return Run(run_dir)
 
 

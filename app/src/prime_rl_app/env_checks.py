@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prime_rl import Algorithm
 from prime_rl.config.contract import FrozenModel
@@ -17,11 +18,10 @@ from prime_rl.env.loading import (
     shipped_by_verifiers,
 )
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.checks import marked_hooks
 from prime_rl.registry.components import Component, Components
 from prime_rl.registry.import_path import folder_only_here
-from prime_rl.registry.manager import Hooks, load_plugins
+from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 from prime_rl_app.config import installed_defaults
@@ -88,9 +88,14 @@ def check_envs(config: RunConfig) -> None:
         )
 
 
-def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> None:
+def check_algorithms(
+    config: RunConfig,
+    hooks: Hooks,
+    losses: Components,
+    algorithms: Iterable[tuple[EnvConfig, Algorithm]],
+) -> None:
     """Each env's algorithm and its loss are installed and can train on the env's rollouts. Raises
-    ``ConfigError``."""
+    ``ConfigError``, of the first env that has one."""
     shared = config.orchestrator.algo
     default = installed_defaults().get("orchestrator", {}).get("algo", {})
     envs = config.orchestrator.train.env
@@ -98,7 +103,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
     chosen = []
-    for env, algorithm in _algorithms(config, hooks):
+    for env, algorithm in algorithms:
         cls = type(algorithm)
         action_loss = algorithm.action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
@@ -129,7 +134,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                     "renderer of the model's family."
                 )
 
-    _check_unread(config, hooks, losses)
+    _check_unread(config, hooks, losses, [algorithm for _, algorithm, _ in chosen])
     _check_earlier_weights(chosen, config)
 
 
@@ -138,11 +143,6 @@ def algorithm_of(env: EnvConfig, config: RunConfig, hooks: Hooks) -> Algorithm:
     algo = env.algo or config.orchestrator.algo
     where = f"env {env.label!r}: algo"
     return make(ALGORITHM, algo.type, algo.settings, hooks, where)
-
-
-def _algorithms(config: RunConfig, hooks: Hooks) -> Iterator[tuple[EnvConfig, Algorithm]]:
-    """Each training env with its algorithm."""
-    return ((env, algorithm_of(env, config, hooks)) for env in config.orchestrator.train.env)
 
 
 def _check_earlier_weights(
@@ -178,22 +178,32 @@ def _check_earlier_weights(
         raise ConfigError("trainer.ema_decay: no env reads ema_logprobs or host.ema. Leave it out.")
 
 
-def readers_of_earlier(config: RunConfig) -> tuple[bool, list[str]]:
-    """Whether a loss of the run reads the policy's first weights, and the earlier weights that
-    algorithms ask engines for which the run has to start: ``initial``, ``ema``."""
-    hooks = load_plugins(disabled=config.plugins.disabled)
-    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    losses = Components.load(config.trainer, trainer)
+@dataclass(frozen=True, kw_only=True)
+class EarlierWeights:
+    """Weights of the policy before the newest, that the run needs too."""
+
+    are_read: bool
+    """A loss reads the policy's first weights."""
+    engines: tuple[str, ...]
+    """Those that algorithms ask engines for which the run has to start: ``initial``, ``ema``."""
+
+
+def earlier_weights(
+    config: RunConfig, algorithms: Iterable[Algorithm], losses: Components
+) -> EarlierWeights:
     initial = False
     ema = False
     names = set(config.trainer.losses)
-    for _, algorithm in _algorithms(config, hooks):
+    for algorithm in algorithms:
         names.add(algorithm.action_loss)
         initial |= algorithm.needs_initial and config.orchestrator.initial is None
         ema |= algorithm.needs_ema
 
-    asked = ["initial"] * initial + ["ema"] * ema
-    return any("initial_logprobs" in losses[name].computed for name in names), asked
+    asked = {"initial": initial, "ema": ema}
+    return EarlierWeights(
+        are_read=any("initial_logprobs" in losses[name].computed for name in names),
+        engines=tuple(name for name, is_asked in asked.items() if is_asked),
+    )
 
 
 def _check_losses(where: str, algorithm: Algorithm, losses: Components) -> None:
@@ -214,11 +224,13 @@ def _check_losses(where: str, algorithm: Algorithm, losses: Components) -> None:
         )
 
 
-def _check_unread(config: RunConfig, hooks: Hooks, losses: Components) -> None:
+def _check_unread(
+    config: RunConfig, hooks: Hooks, losses: Components, algorithms: Iterable[Algorithm]
+) -> None:
     """Refuse a table of an installed loss that no env trains."""
     observed = {OBSERVATION_WEIGHTS.removesuffix(WEIGHTS)}
     named = observed if hooks.hook.observation_weights.get_hookimpls() else set[str]()
-    for _, algorithm in _algorithms(config, hooks):
+    for algorithm in algorithms:
         named |= {algorithm.action_loss, *algorithm.losses}
         named |= observed if "observation_weights" in marked_hooks(type(algorithm)) else set()
 
@@ -317,7 +329,7 @@ def _check_source(
                 )
 
 
-def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
+def check_tasksets(config: RunConfig, algorithms: Iterable[tuple[EnvConfig, Algorithm]]) -> None:
     """Every taskset is installed, where the processes of the run find it too, and has the agents
     that the algorithm names. Raises ``ConfigError``."""
     for label in ("train", "eval"):
@@ -332,7 +344,7 @@ def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
         harness = (table.harness or {}).get("id", "")
         _check_found_by_all("harnesses", str(harness), f"orchestrator.{label}.harness.id")
 
-    for env, algorithm in _algorithms(config, hooks):
+    for env, algorithm in algorithms:
         if type(algorithm).check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
             algorithm.check_agents(env.label, find_agents(known))

@@ -4,13 +4,13 @@ torch, which would hold a CUDA context in the supervisor."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.rundir.machine import VISIBLE
-from prime_rl_app.env_checks import readers_of_earlier
 
 Gpus = tuple[int, ...]
 """Indices into the visible GPUs."""
@@ -28,8 +28,9 @@ class GpuPlan:
 NOTHING = GpuPlan(None, None)
 
 
-def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
-    """Split the visible GPUs: the engines get the first, the trainer the last.
+def gpus_of(config: RunConfig, launcher: Launcher, earlier: Sequence[str]) -> GpuPlan:
+    """Split the visible GPUs: the engines get the first, the trainer the last. ``earlier``: the
+    earlier weights that engines of their own serve.
 
     Nothing is assigned by a remote launcher, without a GPU, or with a single one that the config
     assigns to neither side. Raises ``ConfigError`` for GPUs that do not exist, that both sides
@@ -42,7 +43,7 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
         return NOTHING
 
     num_gpus = launcher.num_gpus()
-    engines = num_engines(config)
+    engines = num_engines(config, earlier)
     _check_lists(deployment, num_gpus, engines, on_cpu)
     given = deployment.inference_gpus or deployment.trainer_gpus or deployment.colocated
     if num_gpus == 0 or (num_gpus == 1 and not given):
@@ -68,7 +69,7 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
     # A list of the config must divide; our own choice may leave a rest.
     share, rest = divmod(len(inference), max(engines, 1))
     if engines and (share == 0 or (rest and deployment.inference_gpus)):
-        more = "".join(f" (one for host.{name})" for name in readers_of_earlier(config)[1])
+        more = "".join(f" (one for host.{name})" for name in earlier)
         raise ConfigError(
             f"inference.replicas: {engines} engines{more} cannot share {len(inference)} GPUs "
             f"({list(inference)}) equally. Change it, or deployment.inference_gpus."
@@ -78,11 +79,11 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
     return GpuPlan(shares, trainer[: ranks or None])
 
 
-def num_engines(config: RunConfig) -> int:
+def num_engines(config: RunConfig, earlier: Sequence[str]) -> int:
     """Engines that this run starts, those of earlier weights included."""
     if config.inference.base_url is not None:
         return 0
-    return config.inference.replicas + len(readers_of_earlier(config)[1])
+    return config.inference.replicas + len(earlier)
 
 
 def check_shares(gpus: GpuPlan, needed: int) -> None:

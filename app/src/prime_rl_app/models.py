@@ -15,22 +15,54 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_rl import ModelMaker, Tuning
-from prime_rl.config.run import ModelSource, RunConfig
+from prime_rl import ModelMaker
+from prime_rl.config.run import ModelSource
 from prime_rl.errors import ConfigError, PrimeRLError
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.registry.manager import load_plugins
-from prime_rl.registry.offers import MODEL, collect, make_tuning
+from prime_rl.registry.manager import Hooks, load_plugins
+from prime_rl.registry.offers import MODEL, collect, settings_of
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
 from prime_rl.rundir.scratch import Scratch
 from prime_rl.rundir.status import DONE, Status
-from prime_rl_app.resolve import build_model_maker
 
 log = logging.getLogger("prime_rl.models")
 
 CACHE = "PRIME_RL_CACHE"
 """Environment variable with the folder of cached models."""
+
+
+def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
+    """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
+    ``ConfigError``."""
+    offers = collect(hooks, MODEL)
+    model = config.model
+    folder = Path(model.name)
+    if model.name in offers and not folder.exists():
+        cls = offers[model.name].cls
+        return cls(settings_of(cls, MODEL, model.settings, "model"))
+
+    if model.settings:
+        raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
+    # A path to a missing folder may look like a hub id.
+    is_path = model.name.startswith((".", "/", "~")) or model.name.count("/") > 1
+    is_path = is_path or ("/" in model.name and folder.parent.is_dir())
+    if not folder.is_dir():
+        if is_path or "/" not in model.name:
+            raise ConfigError(
+                f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model "
+                f"that an installed plugin makes (those are: {', '.join(offers) or 'none'})"
+            )
+    elif not (folder / "config.json").exists():
+        raise ConfigError(
+            f"model.name: {folder} has no config.json; expected a Hugging Face folder"
+        )
+    elif (folder / "adapter_config.json").exists() and not any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"model.name: {folder} holds a LoRA adapter without its base. The model that its run "
+            "exported, RUN/weights, has the adapter merged in."
+        )
+
+    return None
 
 
 def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path) -> Path:
@@ -48,11 +80,10 @@ def cache_dir() -> Path:
     return Path(base) / "prime-rl" / "models"
 
 
-def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, bool]:
+def model_path(config: ModelSource, hooks: Hooks, cache: Path | None = None) -> tuple[str, bool]:
     """The path of the run's model, and whether the model process must still create it. ``cache``
     replaces the user's cache, unless ``$PRIME_RL_CACHE`` is set."""
     cache = cache if cache and CACHE not in os.environ else cache_dir()
-    hooks = load_plugins(disabled=config.plugins.disabled)
     maker = build_model_maker(config, hooks)
     if maker is not None:
         version = collect(hooks, MODEL)[maker.name].source.version
@@ -63,15 +94,6 @@ def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, boo
         path = cache / f"hub--{config.model.name.replace('/', '--')}"
 
     return str(path), not (path / READY).exists()
-
-
-def check_tuning(config: RunConfig) -> Tuning | None:
-    """The run's tuning, checked against the model. Raises ``ConfigError``."""
-    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    tuning = make_tuning(config.trainer.settings, hooks)
-    if tuning is not None:
-        tuning.check(Path(model_path(config)[0]))
-    return tuning
 
 
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

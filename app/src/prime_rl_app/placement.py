@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl import Engine
 from prime_rl.config.run import FILES, RunConfig
-from prime_rl.plugins.launchers import Launcher, Part, Place, Task
+from prime_rl.plugins.launchers import Part, Place, Task
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import process_name
-from prime_rl_app.env_checks import readers_of_earlier
-from prime_rl_app.gpus import GpuPlan, gpus_of, num_engines, num_ranks
+from prime_rl_app.gpus import GpuPlan, num_ranks
 from prime_rl_app.models import model_path
+from prime_rl_app.resolve import Resolved
 
 LOOPBACK = "127.0.0.1"
 MODELS = ".models"
@@ -43,9 +42,7 @@ class Layout:
 
 
 def lay_out(
-    config: RunConfig,
-    launcher: Launcher,
-    engine: Engine,
+    resolved: Resolved,
     checkpoint: Checkpoint | None = None,
     engines: Sequence[Task] | None = None,
 ) -> Layout:
@@ -55,20 +52,24 @@ def lay_out(
     A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
     it loads the original base model. The original model is there too where something reads it.
     """
+    config = resolved.config
+    launcher = resolved.launcher
+    earlier = resolved.earlier_weights
     cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
-    initial, to_make = model_path(config, cache)
+    initial, to_make = model_path(config, resolved.hooks, cache)
     path = initial
     if checkpoint is not None and not checkpoint.is_adapter:
         path = str(checkpoint.weights)
-        if not any(readers_of_earlier(config)):
+        if not (earlier.are_read or earlier.engines):
             initial = path
             to_make = False
 
-    gpus = gpus_of(config, launcher)
+    gpus = resolved.gpus
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
     wire_ports = 0 if config.rollout_transport.type == FILES else ranks
-    of_config = tuple(_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0))
+    needed = resolved.engine.num_gpus if on_gpu else 0
+    of_config = tuple(_engine_tasks(resolved.num_engines, gpus, needed))
     number = 0 if config.inference.base_url else config.inference.replicas
     policy = of_config[:number] if engines is None else tuple(engines)
     tasks = [
@@ -81,8 +82,8 @@ def lay_out(
     return Layout(tuple(tasks), ranks, path, initial, to_make, policy)
 
 
-def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
-    for number in range(num_engines(config)):
+def _engine_tasks(num_engines: int, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
+    for number in range(num_engines):
         own = None if gpus.engines is None else gpus.engines[number]
         name = process_name("inference", number)
         yield Task(name, "inference", number, num_gpus=num_gpus, gpus=own, num_ports=1)
@@ -107,15 +108,17 @@ def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -
 
 
 def plan(
-    config: RunConfig,
+    resolved: Resolved,
     layout: Layout,
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
     engines_kept: bool = False,
 ) -> Launch:
+    """The launch facts of a layout whose tasks have places."""
+    config = resolved.config
     inference = config.inference
     transport = config.rollout_transport
-    _, earlier = readers_of_earlier(config)
+    earlier = resolved.earlier_weights.engines
     urls = {
         task.name: engine_url(config, task, places[task.name]) for task in layout.of("inference")
     }

@@ -1,20 +1,27 @@
-"""Config checks with the plugins loaded, before any process starts: names, settings, resources."""
+"""A config and what the installed plugins make of it, checked before any process starts: names,
+settings, resources.
+
+    config -> check -> Resolved -> the supervisor, the launch facts, the commands
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
-from prime_rl import Engine, ModelMaker, PluginConfig
-from prime_rl.config.run import ModelSource, RunConfig
+from prime_rl import Algorithm, Engine, PluginConfig
+from prime_rl.config.orchestrator import EnvConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.entries import installed_entries, names_of
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import GROUPS, Hooks, load_plugins
 from prime_rl.registry.offers import (
@@ -22,7 +29,6 @@ from prime_rl.registry.offers import (
     FILTER,
     LAUNCHER,
     LOSS,
-    MODEL,
     MONITOR,
     OBSERVER,
     RENDERER,
@@ -40,15 +46,100 @@ from prime_rl.registry.offers import (
     select,
     settings_of,
 )
-from prime_rl_app.env_checks import algorithm_of, check_algorithms, check_envs, check_tasksets
-from prime_rl_app.gpus import check_shares, gpus_of, num_ranks
+from prime_rl_app import resume as resuming
+from prime_rl_app.env_checks import (
+    EarlierWeights,
+    algorithm_of,
+    check_algorithms,
+    check_envs,
+    check_tasksets,
+    earlier_weights,
+)
+from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_ranks
+from prime_rl_app.models import build_model_maker, model_path
 
 
-def check(config: RunConfig) -> Hooks:
-    """Check a config against the installed plugins. Returns the loaded plugins; raises
-    ``ConfigError``, with all that is wrong, or ``PluginError``."""
-    hooks = load_plugins(disabled=config.plugins.disabled)
-    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """A config with its parts. Each part is made once, when it is first asked for, or raises
+    ``ConfigError``. After ``check`` all are made."""
+
+    config: RunConfig
+    resume: str | None = None
+    """The checkpoint to resume from, as the user names it."""
+    _algorithms: dict[int, Algorithm] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def hooks(self) -> Hooks:
+        """The plugins of the orchestrator's side and of this one."""
+        return load_plugins(disabled=self.config.plugins.disabled)
+
+    @cached_property
+    def trainer_hooks(self) -> Hooks:
+        return load_plugins(TRAINER_GROUP, disabled=self.config.plugins.disabled)
+
+    @cached_property
+    def engine(self) -> Engine:
+        return build_engine(self.config, self.hooks)
+
+    @cached_property
+    def launcher(self) -> Launcher:
+        return build_launcher(self.config, self.hooks)
+
+    @cached_property
+    def losses(self) -> Components:
+        return Components.load(self.config.trainer, self.trainer_hooks)
+
+    @cached_property
+    def tuning(self) -> Tuning | None:
+        """What trains instead of all weights."""
+        return make_tuning(self.config.trainer.settings, self.trainer_hooks)
+
+    @cached_property
+    def optimizer(self) -> OptimizerMaker:
+        return make_optimizer(self.config.trainer.optim, self.trainer_hooks)
+
+    def algorithm(self, number: int) -> Algorithm:
+        """The algorithm of a training env."""
+        if number not in self._algorithms:
+            env = self.config.orchestrator.train.env[number]
+            self._algorithms[number] = algorithm_of(env, self.config, self.hooks)
+        return self._algorithms[number]
+
+    def algorithms(self) -> Iterator[tuple[EnvConfig, Algorithm]]:
+        """Each training env with its algorithm."""
+        for number, env in enumerate(self.config.orchestrator.train.env):
+            yield env, self.algorithm(number)
+
+    @cached_property
+    def earlier_weights(self) -> EarlierWeights:
+        algorithms = [algorithm for _, algorithm in self.algorithms()]
+        return earlier_weights(self.config, algorithms, self.losses)
+
+    @cached_property
+    def gpus(self) -> GpuPlan:
+        """The GPUs of this machine for each process."""
+        return gpus_of(self.config, self.launcher, self.earlier_weights.engines)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that this run starts, those of earlier weights included."""
+        return num_engines(self.config, self.earlier_weights.engines)
+
+    @cached_property
+    def earlier_run(self) -> resuming.Plan | None:
+        """What the run continues; None: it is a new one."""
+        if self.resume is None:
+            return None
+        return resuming.plan(self.config, self.resume, self.tuning, self.optimizer)
+
+
+def check(config: RunConfig, resume: str | None = None) -> Resolved:
+    """Make and check every part of a run. Raises ``ConfigError``, with all that is wrong, or
+    ``PluginError``."""
+    resolved = Resolved(config, resume)
+    hooks = resolved.hooks
+    trainer = resolved.trainer_hooks
     _check_disabled(config)
     orchestrator = config.orchestrator
     train = config.trainer
@@ -61,8 +152,8 @@ def check(config: RunConfig) -> Hooks:
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
         (check_envs, config),
         (train.scheduler.fitted(config.max_steps).check, train.optim.lr, config.max_steps),
-        *((algorithm_of, env, config, hooks) for env in orchestrator.train.env),
-        (lambda: check_algorithms(config, hooks, Components.load(train, trainer)),),
+        *((resolved.algorithm, number) for number in range(len(orchestrator.train.env))),
+        (lambda: check_algorithms(config, hooks, resolved.losses, resolved.algorithms()),),
         *((losses.__getitem__, name) for name in losses.tables),
         (check_filters, config, hooks),
         (build_model_maker, config, hooks),
@@ -71,13 +162,13 @@ def check(config: RunConfig) -> Hooks:
         *((choose, MONITOR, n, t, hooks, f"monitors.{n}") for n, t in config.monitors.items()),
         (_check_observers, config, hooks),
         (choose, VIEW, config.view.type, config.view.settings, hooks, "view"),
-        (check_engine, config, hooks),
-        (_check_deployment, config, hooks),
-        (_check_broadcast, config, hooks, trainer),
+        (check_engine, resolved),
+        (_check_deployment, resolved),
+        (_check_broadcast, resolved),
         (make_observers, train.settings, trainer),
         (make_kernel, train, trainer),
-        (make_optimizer, train.optim, trainer),
-        (check_tasksets, config, hooks),
+        (lambda: resolved.optimizer,),
+        (lambda: check_tasksets(config, resolved.algorithms()),),
     ]
     for part, *arguments in parts:
         try:
@@ -88,7 +179,9 @@ def check(config: RunConfig) -> Hooks:
 
     if problems:
         raise ConfigError("\n".join(problems))
-    return hooks
+    check_tuning(resolved)
+    _ = resolved.earlier_run  # it may refuse
+    return resolved
 
 
 def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
@@ -114,46 +207,20 @@ def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
     return make(LAUNCHER, table.type, table.settings, hooks, "launcher")
 
 
-def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
-    """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
-    ``ConfigError``."""
-    offers = collect(hooks, MODEL)
-    model = config.model
-    folder = Path(model.name)
-    if model.name in offers and not folder.exists():
-        cls = offers[model.name].cls
-        return cls(settings_of(cls, MODEL, model.settings, "model"))
-
-    if model.settings:
-        raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
-    # A path to a missing folder may look like a hub id.
-    is_path = model.name.startswith((".", "/", "~")) or model.name.count("/") > 1
-    is_path = is_path or ("/" in model.name and folder.parent.is_dir())
-    if not folder.is_dir():
-        if is_path or "/" not in model.name:
-            raise ConfigError(
-                f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model "
-                f"that an installed plugin makes (those are: {', '.join(offers) or 'none'})"
-            )
-    elif not (folder / "config.json").exists():
-        raise ConfigError(
-            f"model.name: {folder} has no config.json; expected a Hugging Face folder"
-        )
-    elif (folder / "adapter_config.json").exists() and not any(folder.glob("model*.safetensors")):
-        raise ConfigError(
-            f"model.name: {folder} holds a LoRA adapter without its base. The model that its run "
-            "exported, RUN/weights, has the adapter merged in."
-        )
-
-    return None
+def check_tuning(resolved: Resolved) -> None:
+    """The run's tuning fits the model. Raises ``ConfigError``."""
+    if resolved.tuning is not None:
+        path, _ = model_path(resolved.config, resolved.hooks)
+        resolved.tuning.check(Path(path))
 
 
-def check_engine(config: RunConfig, hooks: Hooks) -> None:
+def check_engine(resolved: Resolved) -> None:
     """Whether the engine can be started here, or new weights be sent to one that runs already.
     Raises ``ConfigError``."""
+    config = resolved.config
     variable = config.inference.admin_key_var
     if config.inference.base_url is None:
-        build_engine(config, hooks).check(config.inference.interpreter)
+        resolved.engine.check(config.inference.interpreter)
     elif not os.environ.get(variable):
         raise ConfigError(
             "inference.base_url: new weights need the key of the engines' admin routes, and the "
@@ -167,9 +234,10 @@ def check_engine(config: RunConfig, hooks: Hooks) -> None:
         )
 
 
-def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
+def _check_deployment(resolved: Resolved) -> None:
     """Launcher, GPUs and ranks are consistent; published weights have the engine's precision."""
-    launcher = build_launcher(config, hooks)
+    config = resolved.config
+    launcher = resolved.launcher
     nodes = config.deployment.trainer_nodes
     if nodes > 1 and not launcher.is_remote:
         raise ConfigError(
@@ -178,11 +246,11 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
             "several machines ('ray')."
         )
 
-    gpus = gpus_of(config, launcher)
+    gpus = resolved.gpus
     num_ranks(config, gpus)
     if config.inference.base_url is not None:
         return
-    engine = build_engine(config, hooks)
+    engine = resolved.engine
     check_shares(gpus, engine.num_gpus)
     if config.trainer.publish_dtype == "bfloat16" and engine.dtype not in (None, "bfloat16"):
         raise ConfigError(
@@ -192,11 +260,13 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
         )
 
 
-def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
+def _check_broadcast(resolved: Resolved) -> None:
     """The weight transport is installed on both sides, and the trainer can send by it."""
+    config = resolved.config
     table = config.weight_broadcast
+    sides = (resolved.hooks, resolved.trainer_hooks)
     transports = [make_transport(table, hooks) for hooks in sides]
-    tuning = make_tuning(config.trainer.settings, sides[-1])
+    tuning = resolved.tuning
     if table.as_files:
         return
     on_shared = [each is not None and each.shares_gpus for each in transports]

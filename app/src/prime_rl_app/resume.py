@@ -25,10 +25,9 @@ import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, NoCheckpoint
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
-from prime_rl.registry.manager import installed_versions, load_plugins
-from prime_rl.registry.offers import TUNING, make_optimizer, settings_of
+from prime_rl.registry.manager import installed_versions
+from prime_rl.registry.offers import TUNING, settings_of
 from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor
@@ -53,11 +52,11 @@ class Plan:
     """The run is done: there is nothing left to do."""
 
 
-def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
-    """Find the checkpoint and compare it with the config and its tuning. ``auto`` is ``latest``, or
-    the start of the run if there is no checkpoint. After the last step what is missing is done:
-    export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the config does not
-    fit the checkpoint or the run is over."""
+def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: OptimizerMaker) -> Plan:
+    """Find the checkpoint and compare it with the config, its tuning and its optimizer. ``auto`` is
+    ``latest``, or the start of the run if there is no checkpoint. After the last step what is
+    missing is done: export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the
+    config does not fit the checkpoint or the run is over."""
     try:
         checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
     except NoCheckpoint:
@@ -88,8 +87,7 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
     now = config.model_dump(mode="json")
     check_model(before.get("model", {}), now["model"], checkpoint.weights)
     check_tuning(before, tuning, checkpoint)
-    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    check_optimizer(before, make_optimizer(config.trainer.optim, hooks), checkpoint)
+    check_optimizer(before, optimizer, checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
     drift = config_drift(before, now) + version_drift(plugins, installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]

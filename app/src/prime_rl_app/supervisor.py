@@ -22,12 +22,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
-from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
@@ -39,7 +37,7 @@ from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigte
 from prime_rl_app.commands import PYTHON, Commands, Keys
 from prime_rl_app.placement import engine_url, lay_out, plan
 from prime_rl_app.recovery import Recovery
-from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl_app.resolve import Resolved
 from prime_rl_app.restarts import Restarts
 from prime_rl_app.resume import newest, rewind
 
@@ -50,13 +48,13 @@ GUARD = "guard"
 """Name of the process that ends what outlives us."""
 
 
-def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
+def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None) -> None:
     """Train, from a checkpoint if one is given. Raises ``RunError`` when the run cannot go on,
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
-    launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    recovery = Recovery(config, view)
-    attempts = Attempts(config, view, launcher)
+    launcher = resolved.launcher
+    recovery = Recovery(resolved.config, view)
+    attempts = Attempts(resolved, view)
     restarts = recovery.engines(attempts, launcher)
     attempts.restarts = restarts
     guard = Guard(view)
@@ -118,13 +116,14 @@ class Guard:
 class Attempts:
     """The processes of a run. Its engines serve one attempt after the other."""
 
-    def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
-        self._config = config
+    def __init__(self, resolved: Resolved, view: RunView) -> None:
+        self._resolved = resolved
+        self._config = resolved.config
         self._view = view
-        self._launcher = launcher
+        self._launcher = resolved.launcher
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
-        self._keys = Keys.of_run(config, launcher.is_remote)
+        self._keys = Keys.of_run(self._config, self._launcher.is_remote)
         self.restarts: Restarts | None = None
         """Learns how each engine is started."""
         self.engines: tuple[Task, ...] | None = None
@@ -134,14 +133,12 @@ class Attempts:
     def start(self, checkpoint: Checkpoint | None) -> None:
         """Start at once all processes that do not run: they import in parallel and then wait for
         each other. What the launcher waits for is printed, and written to its status."""
-        config = self._config
         launcher = self._launcher
         run_dir = self._run_dir
         reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
         for left in (STOP, *reports):  # of the attempt before: they say that it was done
             (run_dir / left).unlink(missing_ok=True)
-        engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
-        layout = lay_out(config, launcher, engine, checkpoint, self.engines)
+        layout = lay_out(self._resolved, checkpoint, self.engines)
         self.engines = layout.engines
         self.layout = layout
         status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
@@ -153,11 +150,11 @@ class Attempts:
         kept = {process.name for process in self.processes}
         new = [task for task in layout.tasks if task.name not in kept]
         self._places |= launcher.place(new, run_dir, wait_for)
-        launch = plan(config, layout, self._places, checkpoint, engines_kept=bool(kept))
+        launch = plan(self._resolved, layout, self._places, checkpoint, engines_kept=bool(kept))
         status.report(DONE)
         launch.write(run_dir)
         seen = run_dir.absolute() if launcher.is_remote else run_dir
-        self.commands = Commands(config, launch, seen, engine, self._keys)
+        self.commands = Commands(self._config, launch, seen, self._resolved.engine, self._keys)
         for task in layout.tasks:
             command = self.commands.of(task)
             if self.restarts is not None:

@@ -6,8 +6,7 @@ from pydantic import ValidationError
 from prime_rl import ConfigError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import DeploymentConfig, RunConfig
-from prime_rl.registry.manager import Hooks
-from prime_rl_app.resolve import check_engine
+from prime_rl_app.resolve import Resolved, check_engine
 
 
 def test_one_url_or_several_with_or_without_v1():
@@ -63,9 +62,9 @@ def test_engines_elsewhere_need_a_key_and_a_gpu_of_their_own(monkeypatch):
     monkeypatch.delenv("ENGINES", raising=False)
     config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
     with pytest.raises(ConfigError, match=r"environment variable ENGINES .* is not set"):
-        check_engine(config, Hooks())
+        check_engine(Resolved(config))
     monkeypatch.setenv("ENGINES", "key")
-    check_engine(config, Hooks())
+    check_engine(Resolved(config))
     shared = config.model_copy(update={"deployment": DeploymentConfig(colocated=True)})
     with pytest.raises(ConfigError, match=r"deployment\.colocated .* inference\.base_url"):
-        check_engine(shared, Hooks())
+        check_engine(Resolved(shared))

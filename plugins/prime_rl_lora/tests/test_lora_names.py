@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.run import RunConfig
-from prime_rl_app.models import check_tuning
+from prime_rl_app.resolve import Resolved, check_tuning
 
 SHAPES = {
     "model.embed_tokens.weight": [61, 8],
@@ -53,7 +53,7 @@ def config(folder: Path, **lora: Any) -> RunConfig:
     ],
 )
 def test_names_that_are_there_pass(folder: Path, lora: dict[str, Any]) -> None:
-    check_tuning(config(folder, **lora))
+    check_tuning(Resolved(config(folder, **lora)))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_names_that_are_not_there_are_refused(
     folder: Path, lora: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_tuning(config(folder, **lora))
+        check_tuning(Resolved(config(folder, **lora)))
     assert str(caught.value).startswith(f"trainer.lora.{said.format(folder)}")
 
 
@@ -85,25 +85,25 @@ def test_a_model_that_is_not_here_yet_is_left_to_the_trainer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path / "cache"))
-    check_tuning(config(Path("owner/name"), target_modules=["absent"]))
+    check_tuning(Resolved(config(Path("owner/name"), target_modules=["absent"])))
     for file in folder.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
-    check_tuning(config(folder, target_modules=["absent"]))
+    check_tuning(Resolved(config(folder, target_modules=["absent"])))
 
 
 def test_a_file_that_git_lfs_has_not_fetched_is_named(folder: Path) -> None:
     pointer = folder / "model-00001-of-00002.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(WeightsError, match=f"{pointer}: can't be read: .*git-lfs"):
-        check_tuning(config(folder, target_modules=["q_proj"]))
+        check_tuning(Resolved(config(folder, target_modules=["q_proj"])))
 
 
 def test_no_torch_is_imported_for_it(folder: Path) -> None:
     code = (
         "import sys\n"
         "from prime_rl.config.run import RunConfig\n"
-        "from prime_rl_app.models import check_tuning\n"
-        "check_tuning(RunConfig.model_validate_json(sys.argv[1]))\n"
+        "from prime_rl_app.resolve import Resolved, check_tuning\n"
+        "check_tuning(Resolved(RunConfig.model_validate_json(sys.argv[1])))\n"
         "assert not {'torch', 'safetensors', 'transformers'} & sys.modules.keys()\n"
     )
     text = config(folder, target_modules=["q_proj"]).model_dump_json()

@@ -104,9 +104,9 @@ def test_an_adapter_is_not_offered_as_a_model(tmp_path: Path) -> None:
 def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = RunConfig.model_validate({"max_steps": 1, "model": {"name": str(tmp_path)}})
-    assert model_path(config) == (str(tmp_path.resolve()), False)
+    assert model_path(config, load_plugins()) == (str(tmp_path.resolve()), False)
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(ConfigError, match="holds a LoRA adapter without its base"):
-        model_path(config)
+        model_path(config, load_plugins())
     (tmp_path / "model.safetensors").touch()
-    assert model_path(config) == (str(tmp_path.resolve()), False)
+    assert model_path(config, load_plugins()) == (str(tmp_path.resolve()), False)

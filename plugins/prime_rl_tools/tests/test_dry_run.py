@@ -6,10 +6,12 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from resolved_parts import resolved_with
 
 from prime_rl import ConfigError, Group, Monitor, PluginError, hookimpl
 from prime_rl.registry.manager import Hooks, load_plugins, wrappers
 from prime_rl_app.config import build_config
+from prime_rl_app.resolve import Resolved
 from prime_rl_tools import dry_run
 from prime_rl_tools.dry_run import build_parts, call_orders, changed_keys, describe
 
@@ -112,10 +114,11 @@ def test_a_constructor_that_fails_is_found():
 
     hooks = load_plugins()
     hooks.register(Plugin(), "broken")
+    asked = build_config(TABLE | {"monitors": {"broken": {}}})
     with pytest.raises(
         PluginError, match=r"plugin 'broken'.*, Broken.__init__: KeyError: 'in the"
     ) as caught:
-        build_parts(build_config(TABLE | {"monitors": {"broken": {}}}), hooks, {})
+        build_parts(resolved_with(asked, hooks=hooks), {})
     assert str(caught.value).count("File ") == 1 and "test_dry_run.py" in str(caught.value)
 
 
@@ -128,7 +131,7 @@ def test_a_sampler_that_looks_at_the_examples_is_built_with_those_of_the_environ
         found = {} if quick else {label: SimpleNamespace(num_examples=1, examples=[fields])}
         refused = prompt == "question" and not quick
         with pytest.raises(ConfigError, match="no field 'prompt'") if refused else nullcontext():
-            build_parts(config, load_plugins(), found)
+            build_parts(Resolved(config), found)
 
 
 @pytest.mark.slow

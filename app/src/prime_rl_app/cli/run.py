@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
     from prime_rl.plugins.view import RunView
-    from prime_rl.registry.manager import Hooks
     from prime_rl.rundir.checkpoints import Checkpoint
+    from prime_rl_app.resolve import Resolved
 
 NAME = "prime-rl"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -56,7 +56,6 @@ def run(
     from prime_rl.entries import leaving_out
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.libraries import weight_notes
-    from prime_rl_app.models import check_tuning
     from prime_rl_app.output import say
     from prime_rl_app.resolve import check
 
@@ -65,30 +64,30 @@ def run(
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
-    hooks = check(config)
-    tuning = check_tuning(config)
-    for note in weight_notes(config, hooks):
+    resolved = check(config, checkpoint)
+    for note in weight_notes(config, resolved.hooks):
         typer.echo(note, err=True)
     by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
     again = shlex.join([sys.argv[0] if by_path else NAME, "run", *paths, *overrides])
-    if checkpoint is not None:
-        from prime_rl_app.resume import begin, plan
+    chosen = resolved.earlier_run
+    if chosen is not None:
+        from prime_rl_app.resume import begin
 
-        chosen = plan(config, checkpoint, tuning)
         for note in chosen.notes:
             say(note, sys.stdout)
         if not (dry_run or chosen.is_over):
             with begin(config, chosen) as (run_dir, resumed):
-                _train(config, hooks, run_dir, again, resumed)
+                _train(resolved, run_dir, again, resumed)
     elif dry_run:
         with leaving_out(config.plugins.disabled):
-            lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
+            view = _view(resolved, Path(config.output_dir))
+            lines = view.dry_run(config, resolved.hooks, quick)
         run_dir = make_run_dir(config, dry=True)
         typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
     else:
         with held(run_dir := make_run_dir(config)):
-            _train(config, hooks, run_dir, again, None)
+            _train(resolved, run_dir, again, None)
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -130,21 +129,20 @@ def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     return config
 
 
-def _view(config: RunConfig, hooks: Hooks, run_dir: Path) -> RunView:
+def _view(resolved: Resolved, run_dir: Path) -> RunView:
     from prime_rl.registry.offers import VIEW, make
 
-    chosen = VIEW, config.view.type, config.view.settings, hooks, "view"
+    config = resolved.config
+    chosen = VIEW, config.view.type, config.view.settings, resolved.hooks, "view"
     return make(*chosen, run_dir, config.max_steps)
 
 
-def _train(
-    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
-) -> None:
+def _train(resolved: Resolved, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
     from prime_rl.errors import RunError
     from prime_rl_app.output import say
 
     try:
-        train(config, hooks, run_dir, again, checkpoint)
+        train(resolved, run_dir, again, checkpoint)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except RunError as error:
@@ -152,9 +150,7 @@ def _train(
         raise typer.Exit(1) from None
 
 
-def train(
-    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
-) -> None:
+def train(resolved: Resolved, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
     continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
     from prime_rl.entries import leaving_out
@@ -163,13 +159,14 @@ def train(
     from prime_rl_app import supervisor
     from prime_rl_app.output import SafeView
 
-    view = SafeView(_view(config, hooks, run_dir))
+    config = resolved.config
+    view = SafeView(_view(resolved, run_dir))
     try:
         with leaving_out(config.plugins.disabled), supervised(run_dir):
-            for line in wrappers(hooks):
+            for line in wrappers(resolved.hooks):
                 view.print(line)
             with view:
-                supervisor.run(config, view, checkpoint)
+                supervisor.run(resolved, view, checkpoint)
             view.ended()
     except KeyboardInterrupt as interrupt:
         stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(None, trained=False)

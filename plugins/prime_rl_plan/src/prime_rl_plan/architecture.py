@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
+from prime_rl.registry.manager import load_plugins
 from prime_rl_app.models import model_path
 
 SHIPPED = files("prime_rl_plan") / "models"
@@ -19,7 +20,7 @@ SHIPPED = files("prime_rl_plan") / "models"
 
 def architecture(config: RunConfig) -> dict[str, Any]:
     """The table of ``config.json``. Raises ``ConfigError`` if the model is not known here."""
-    path, _ = model_path(config)
+    path, _ = model_path(config, load_plugins(disabled=config.plugins.disabled))
     folder = Path(path)
     if (folder / "config.json").is_file():
         return _read((folder / "config.json").read_text("utf-8"))

@@ -20,7 +20,6 @@ from prime_rl.config.run import FILES, RunConfig
 from prime_rl.entries import entries
 from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, make
-from prime_rl_app.gpus import num_engines
 from prime_rl_plan.architecture import active_share, architecture, kv_bytes
 from prime_rl_plan.devices import GIB, NETWORK, ON_HOST, Machines
 
@@ -150,7 +149,7 @@ def estimate(
         machines,
         places,
         trainer_side(facts),
-        engine=served if num_engines(config) else None,
+        engine=served if config.inference.base_url is None else None,
         host=host(facts),
         tokens=config.orchestrator.batch_size * config.seq_len,
         rows=rows,

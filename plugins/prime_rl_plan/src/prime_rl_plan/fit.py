@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from prime_rl import ConfigError, Engine
+from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.launchers import Launcher
-from prime_rl.registry.manager import load_plugins
-from prime_rl.registry.offers import WEIGHT_TRANSPORT, collect, make_transport, make_tuning
-from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of, num_engines
-from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl.registry.offers import WEIGHT_TRANSPORT, collect, make_transport
+from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of
+from prime_rl_app.resolve import Resolved
 from prime_rl_plan.architecture import architecture
 
 IPC = "ipc"
@@ -29,32 +26,32 @@ KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
 def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with a use for each GPU of this machine, and a notice for each key that was set
     and for GPUs that stay idle."""
-    hooks = load_plugins(disabled=config.plugins.disabled)
+    resolved = Resolved(config)
     try:
-        launcher = build_launcher(config, hooks)
-        engine = build_engine(config, hooks)
-        config, notices = with_publish_dtype(config, engine)
+        launcher = resolved.launcher
+        engine = resolved.engine
+        config, notices = with_publish_dtype(resolved)
         if launcher.is_remote or not launcher.num_gpus():
             return config, notices
-        config, more = with_gpus(config, launcher, engine)
-        gpus = gpus_of(config, launcher)
-        config, transport = with_transport(config, gpus, engine)
+        config, more = with_gpus(config, resolved)
+        gpus = gpus_of(config, launcher, resolved.earlier_weights.engines)
+        config, transport = with_transport(config, gpus, resolved)
     except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
         return config, []
 
     return config, [*notices, *more, *transport, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
 
 
-def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, list[str]]:
+def with_publish_dtype(resolved: Resolved) -> tuple[RunConfig, list[str]]:
     """The config with ``trainer.publish_dtype`` of the engine, and a notice of that, if it leaves
     the key open. An engine without a dtype of its own serves in that of the model's folder.
     Adapters are not rounded."""
+    config = resolved.config
     trainer = config.trainer
-    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     open_here = "publish_dtype" not in trainer.model_fields_set and not config.inference.base_url
-    if not open_here or make_tuning(trainer.settings, hooks) is not None:
+    if not open_here or resolved.tuning is not None:
         return config, []
-    served = engine.dtype
+    served = resolved.engine.dtype
     if served is None:
         with suppress(ConfigError):  # a model that this machine does not know yet
             table = architecture(config)
@@ -67,17 +64,17 @@ def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, li
     return config.model_copy(update={"trainer": rounded}), [notice]
 
 
-def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[RunConfig, list[str]]:
+def with_gpus(config: RunConfig, resolved: Resolved) -> tuple[RunConfig, list[str]]:
     """The config with ``deployment.colocated`` or ``inference.replicas`` set, if it leaves them
     open, and a notice of that. Engines of earlier weights are counted."""
     inference = config.inference
     decided = config.deployment.model_fields_set & KEYS or inference.base_url is not None
     if decided or config.trainer.device == "cpu":
         return config, []
-    num_gpus = launcher.num_gpus()
-    earlier = num_engines(config) - inference.replicas
-    hooks = load_plugins(disabled=config.plugins.disabled)
-    transport = make_transport(config.weight_broadcast, hooks)
+    engine = resolved.engine
+    num_gpus = resolved.launcher.num_gpus()
+    earlier = len(resolved.earlier_weights.engines)
+    transport = make_transport(config.weight_broadcast, resolved.hooks)
     sends = transport is None or transport.shares_gpus
     # Engines that take turns are those of the policy only.
     can_share = "sleep" not in engine.lacks and not earlier and sends
@@ -98,15 +95,17 @@ def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[Ru
     return config, []
 
 
-def with_transport(config: RunConfig, gpus: GpuPlan, engine: Engine) -> tuple[RunConfig, list[str]]:
+def with_transport(
+    config: RunConfig, gpus: GpuPlan, resolved: Resolved
+) -> tuple[RunConfig, list[str]]:
     """The config with ``weight_broadcast.type = "ipc"``, and a notice of that, if engine and
     trainer share one GPU and the config leaves the key open. Adapters go as files."""
     table = config.weight_broadcast
-    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     one = gpus.trainer is not None and len(gpus.trainer) == 1 and gpus.engines == (gpus.trainer,)
     decided = "type" in table.model_fields_set
-    can = IPC in engine.receives and IPC in collect(hooks, WEIGHT_TRANSPORT)
-    adapts = make_tuning(config.trainer.settings, hooks) is not None
+    offered = collect(resolved.trainer_hooks, WEIGHT_TRANSPORT)
+    can = IPC in resolved.engine.receives and IPC in offered
+    adapts = resolved.tuning is not None
     if decided or adapts or not (one and can and config.deployment.colocated):
         return config, []
     shared = table.model_copy(update={"type": IPC})

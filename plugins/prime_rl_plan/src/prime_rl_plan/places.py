@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl import ConfigError, Engine
+from prime_rl import ConfigError, Engine, PrimeRLError
 from prime_rl.config.run import RunConfig
-from prime_rl.registry.manager import Hooks, disabled_names, load_plugins
+from prime_rl.registry.manager import Hooks, disabled_names
 from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.config import fitted, load_config
-from prime_rl_app.gpus import gpus_of, num_engines, num_ranks
+from prime_rl_app.gpus import num_ranks
 from prime_rl_app.libraries import weight_notes
-from prime_rl_app.resolve import build_engine, build_launcher, check
+from prime_rl_app.resolve import Resolved, check
 from prime_rl_plan.devices import Machines
 
 
@@ -55,23 +55,23 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     disabled = {"disabled": (*config.plugins.disabled, *disabled_names())}
     plugins = config.plugins.model_copy(update=disabled)
     config, notes = fitted(config.model_copy(update={"plugins": plugins}))
+    resolved = Resolved(config)
     try:
-        check(config)
-    except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
+        resolved = check(config)
+    except PrimeRLError as error:  # of what this machine lacks, perhaps: an engine, a key
         notes += [f"here prime-rl run would refuse it: {line}" for line in str(error).splitlines()]
 
-    hooks = load_plugins(disabled=config.plugins.disabled)
+    hooks = resolved.hooks
     notes += weight_notes(config, hooks)
-    engine = build_engine(config, hooks)
-    launcher = build_launcher(config, hooks)
-    if launcher.is_remote:
+    engine = resolved.engine
+    if resolved.launcher.is_remote:
         ranks = config.trainer.num_ranks or config.deployment.trainer_nodes
-        places = _on_machines(config, engine, ranks, machines)
+        places = _on_machines(resolved, ranks, machines)
         return Placed(config, hooks, engine, ranks, places, notes)
 
-    gpus = gpus_of(config, launcher)
+    gpus = resolved.gpus
     ranks = num_ranks(config, gpus)
-    engines = gpus.engines or [()] * num_engines(config)
+    engines = gpus.engines or [()] * resolved.num_engines
     places = [(_numbered("inference", n), _gpus(own)) for n, own in enumerate(engines)]
     places.append((f"trainer, {ranks} rank{'s' * (ranks > 1)}", _gpus(gpus.trainer or ())))
     return Placed(config, hooks, engine, ranks, [*places, ("orchestrator", "CPU")], notes)
@@ -85,13 +85,12 @@ def _gpus(numbers: tuple[int, ...]) -> str:
     return f"GPU {', '.join(map(str, numbers))}" if numbers else "no GPU of its own"
 
 
-def _on_machines(
-    config: RunConfig, engine: Engine, ranks: int, machines: Machines
-) -> list[tuple[str, str]]:
+def _on_machines(resolved: Resolved, ranks: int, machines: Machines) -> list[tuple[str, str]]:
     """Ranks on the first machines, an equal share on each; engines on the GPUs that are left, none
     over two machines. Raises ``ConfigError`` if they do not suffice."""
-    nodes = config.deployment.trainer_nodes
-    share = ranks // config.deployment.trainer_nodes
+    engine = resolved.engine
+    nodes = resolved.config.deployment.trainer_nodes
+    share = ranks // nodes
     free = [list(range(machines.count)) for _ in range(machines.nodes)]
     places = []
     for node in range(nodes):
@@ -104,7 +103,7 @@ def _on_machines(
         free[node] = free[node][share:]
         places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, own)))
 
-    for number in range(num_engines(config)):
+    for number in range(resolved.num_engines):
         roomy = [n for n, left in enumerate(free) if len(left) >= engine.num_gpus]
         if not roomy:
             raise ConfigError(

@@ -19,11 +19,9 @@ from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_filters, build_renderer
 from prime_rl.orchestrator.context import rendering_of
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.registry.checks import SPECS
-from prime_rl.registry.components import Components
-from prime_rl.registry.manager import Hooks, load_plugins, scope, wrappers
+from prime_rl.registry.manager import Hooks, scope, wrappers
 from prime_rl.registry.offers import (
     ALGORITHM,
     FILTER,
@@ -36,7 +34,7 @@ from prime_rl.registry.offers import (
 )
 from prime_rl_app.config import installed_defaults, merge
 from prime_rl_app.placement import lay_out
-from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl_app.resolve import Resolved
 
 MOST_CHARACTERS = 400
 """Of the prompt that is shown."""
@@ -47,9 +45,10 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
     environments, whose library takes seconds to import. Raises ``ConfigError``, and any error of a
     plugin's constructor."""
     environments = {} if quick else dict(_environments(config))
-    build_parts(config, hooks, environments)
+    resolved = Resolved(config)
+    build_parts(resolved, environments)
     orders = call_orders(scopes(config, hooks))
-    yield from _processes(config, hooks)
+    yield from _processes(resolved)
     orchestrator = config.orchestrator
     most = orchestrator.batch_size * config.seq_len
     yield (
@@ -70,13 +69,14 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
     yield from orders
     yield from (f"set        {key} = {value!r}" for key, value in changed_keys(config))
     if environments:
-        yield from _prompt(config, hooks, next(iter(environments.values())))
+        yield from _prompt(resolved, next(iter(environments.values())))
 
 
-def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Environment]) -> None:
+def build_parts(resolved: Resolved, environments: Mapping[str, Environment]) -> None:
     """Call the constructors of losses, the sampler and monitors. Raises their errors."""
-    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    losses = Components.load(config.trainer, trainer)
+    config = resolved.config
+    hooks = resolved.hooks
+    losses = resolved.losses
     for name in losses.tables:
         construct(losses[name].cls, losses[name].settings)
     orchestrator = config.orchestrator
@@ -183,12 +183,12 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
         raise ConfigError("\n".join(problems))
 
 
-def _processes(config: RunConfig, hooks: Hooks) -> Iterator[str]:
-    if is_remote(config, hooks):
+def _processes(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config
+    if is_remote(config, resolved.hooks):
         yield f"processes  placed by {config.launcher.type} when the run starts"
         return
-    launcher = build_launcher(config, hooks)
-    layout = lay_out(config, launcher, build_engine(config, hooks))
+    layout = lay_out(resolved)
     for task in layout.tasks:
         gpus = f"GPU {', '.join(map(str, task.gpus))}" if task.gpus else "no GPU of its own"
         yield f"process    {task.name}: {gpus}"
@@ -219,7 +219,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterator[str]:
+def _prompt(resolved: Resolved, environment: Environment) -> Iterator[str]:
     """The first example's prompt as the policy sees it, if its tokenizer is on this machine."""
     prompt = environment.examples[0].fields.get("prompt")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -227,11 +227,13 @@ def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterat
         yield "prompt     the first example has none of its own"
         return
 
+    config = resolved.config
+    hooks = resolved.hooks
     if is_remote(config, hooks):
         yield "prompt     rendered on the cluster only"
         return
 
-    layout = lay_out(config, build_launcher(config, hooks), build_engine(config, hooks))
+    layout = lay_out(resolved)
     if layout.to_make:
         yield f"prompt     {str(messages)[:MOST_CHARACTERS]} (not rendered: the model is made or "
         yield "           fetched when the run starts)"

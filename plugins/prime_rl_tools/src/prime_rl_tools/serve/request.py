@@ -17,7 +17,7 @@ from prime_rl.registry.offers import ENGINE, collect, select, settings_of
 from prime_rl.rundir.machine import free_ports
 from prime_rl_app.api import Run
 from prime_rl_app.config import installed_defaults, parse_overrides, set_at
-from prime_rl_app.resolve import build_model_maker
+from prime_rl_app.models import build_model_maker
 from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.commands.options import OUTPUTS, validated
 from prime_rl_tools.serve.settings import EngineTable, ServeSettings

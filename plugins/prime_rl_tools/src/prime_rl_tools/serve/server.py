@@ -25,6 +25,7 @@ from rich.console import Console
 from prime_rl import EngineLaunch
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import read_status
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.scratch import Scratch
 from prime_rl_app.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
@@ -57,7 +58,7 @@ def serve(settings: ServeSettings, console: Console) -> None:
     """Serve until interrupted, then raise ``KeyboardInterrupt``. Raises ``ConfigError`` if the port
     is taken, ``RunError`` if the model can't be made or the engine ends by itself."""
     server = make_server(settings)
-    path, to_make = model_path(settings)
+    path, to_make = model_path(settings, load_plugins(disabled=settings.plugins.disabled))
     with (
         Scratch("prime-rl-serve-") as scratch,
         ended_together() as children,
