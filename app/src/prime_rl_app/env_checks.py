@@ -316,7 +316,7 @@ def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
     ``ConfigError``."""
     for label in ("train", "eval"):
         for number, env in enumerate(getattr(config.orchestrator, label).env):
-            check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
+            check_taskset(env.id, f"orchestrator.{label}.env.{number}.id", env.args)
     for env, algorithm in _algorithms(config, hooks):
         if type(algorithm).check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
