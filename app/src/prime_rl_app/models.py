@@ -66,6 +66,14 @@ def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, boo
     return str(path), not (path / READY).exists()
 
 
+def check_made(config: ModelSource) -> None:
+    """Raises ``ConfigError`` if the model has to be made here and cannot be."""
+    maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
+    _, to_make = model_path(config)
+    if maker is not None and to_make:
+        maker.check()
+
+
 def check_tuning(config: RunConfig) -> Tuning | None:
     """The run's tuning, checked against the model. Raises ``ConfigError``."""
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)

@@ -131,9 +131,12 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     is_path = is_path or ("/" in model.name and folder.parent.is_dir())
     if not folder.is_dir():
         if is_path or "/" not in model.name:
+            package = bringer("model", model.name)
+            install = f". pip install {package} brings it" if package else ""
+            made = ", ".join(offers) or "none"
             raise ConfigError(
                 f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model "
-                f"that an installed plugin makes (those are: {', '.join(offers) or 'none'})"
+                f"that an installed plugin makes (those are: {made}){install}"
             )
     elif not (folder / "config.json").exists():
         raise ConfigError(

@@ -208,7 +208,9 @@ def test_a_group_reward_gives_one_for_each_reply(values: list[Any]) -> None:
     assert terms_of_group(SIBLINGS, values, len(values)) == terms
     assert terms_of_group(SIBLINGS, tuple(values), len(values)) == terms
     for wrong in (len(values) + 1, len(values) - 1):
-        with pytest.raises(RewardFault, match=f"returned {len(values)} rewards for {wrong} replies"):
+        with pytest.raises(
+            RewardFault, match=f"returned {len(values)} rewards for {wrong} replies"
+        ):
             terms_of_group(SIBLINGS, values, wrong)
 
 
@@ -234,7 +236,7 @@ def test_terms_add_up_once_each_and_every_weight_needs_a_term() -> None:
     with pytest.raises(RewardFault, match="two rewards have a term 'a'"):
         added([{"a": 1.0}, {"a": 2.0}])
     check_weighted({"a": 1.0}, {"a": 3.0})
-    with pytest.raises(RewardFault, match="weights names 'c', .* the terms are: a, b"):
+    with pytest.raises(RewardFault, match=r"weights names 'c', .* the terms are: a, b"):
         check_weighted({"a": 1.0, "b": 2.0}, {"c": 1.0})
 
 

@@ -92,7 +92,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         read_rows(str(tmp_path))
     (tmp_path / "b.jsonl").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match="no JSON|not UTF-8"):
+    with pytest.raises(ConfigError, match=r"no JSON|not UTF-8"):
         read_rows(str(tmp_path / "b.jsonl"))
 
 
@@ -130,7 +130,7 @@ def test_a_data_set_of_the_hub_is_loaded_by_name_split_and_subset(
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert read_rows("openai/gsm8k", "test", "main") == ROWS == rows_of(Loaded())
     assert asked == [("openai/gsm8k", "main", "test")]
-    with pytest.raises(ConfigError, match="split 'tset' of 'openai/gsm8k' .* no split 'tset'"):
+    with pytest.raises(ConfigError, match=r"split 'tset' of 'openai/gsm8k' .* no split 'tset'"):
         read_rows("openai/gsm8k", "tset")
 
 
@@ -178,7 +178,13 @@ def test_no_row_and_a_prompt_under_another_name() -> None:
 
 
 CELLS = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(),
+    ),
     lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
     max_leaves=6,
 )

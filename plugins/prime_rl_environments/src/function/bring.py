@@ -38,7 +38,8 @@ def function_env(
     given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     functions, paths = _apart(given)
     folder = Path(output_dir).absolute() / FOLDER
-    rows = read_rows(prompts, split) if isinstance(prompts, str | Path) else rows_of(prompts)
+    is_named = isinstance(prompts, str | Path)
+    rows = read_rows(str(prompts), split) if is_named else rows_of(prompts)
     checked = checked_rows(rows, prompt_column, system_prompt)
     check_columns(reward_functions(functions), checked)
     check_weights(weights or {})

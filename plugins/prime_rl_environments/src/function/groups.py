@@ -89,7 +89,7 @@ async def score(group: Group) -> None:
             rollout.task = rollout.task | {TERMS: [named, _weights(named, rewards.weights)]}
     elif not all(TERMS in rollout.task for rollout in group):
         raise RewardFault(
-            f"env {group[0].env!r}: its group rewards are not loaded in this process, and the saved "
+            f"env {group[0].env!r}: its group rewards are not loaded in this process, and the "
             "rollouts do not have their terms"
         )
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -25,6 +27,7 @@ from function.rewards import (
     check_weights,
     terms_of,
 )
+
 
 class FunctionTaskConfig(vf.TaskConfig):
     """What scoring a reply needs. Filled from the env's own ``args``."""
@@ -67,7 +70,7 @@ class FunctionConfig(vf.TasksetConfig):
 
 
 class FunctionData(vf.TaskData):
-    """One row. Columns that verifiers has no field for are fields; the others are in ``columns``."""
+    """One row. Columns that verifiers has no field for are fields; others are in ``columns``."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -87,8 +90,9 @@ class FunctionData(vf.TaskData):
 
     def row(self) -> dict[str, Any]:
         """The columns as the data has them."""
-        further = self.model_extra or {}
-        return {n: v for n, v in further.items() if n != KEY} | self.columns
+        further: dict[str, Any] = self.model_extra or {}
+        own = {name: value for name, value in further.items() if name != KEY}
+        return own | dict(self.columns)
 
 
 class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
@@ -102,7 +106,10 @@ class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
         if not single:
             return {}
         available = self.available(trace)
-        if any(COMPLETION_IDS in each.required for each in single) and not available[COMPLETION_IDS]:
+        if (
+            any(COMPLETION_IDS in each.required for each in single)
+            and not available[COMPLETION_IDS]
+        ):
             raise RewardFault(
                 "a reward takes completion_ids, and this endpoint gives none (client = 'chat')"
             )
@@ -114,7 +121,9 @@ class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
             trace.record_reward(name, value, self.config.weights.get(name, 1.0))
         return {}
 
-    async def call(self, function: RewardFunction, available: Mapping[str, Any]) -> dict[str, float]:
+    async def call(
+        self, function: RewardFunction, available: Mapping[str, Any]
+    ) -> dict[str, float]:
         """The terms of one function. What it raises names it and the row."""
         row = "?" if self.data.idx is None else str(self.data.idx + 1)
         try:
@@ -131,7 +140,8 @@ class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
         """What a function may take, by name."""
         messages = [message.model_dump(exclude_none=True) for message in trace.messages]
         prompt = self.data.model_dump(mode="json", include={PROMPT}, exclude_none=True)[PROMPT]
-        return self.data.row() | {
+        row: dict[str, Any] = self.data.row()
+        return row | {
             REPLY: trace.last_reply,
             PROMPT: prompt,
             MESSAGES: messages,
@@ -150,16 +160,19 @@ def sampled_ids(trace: vf.Trace) -> list[int]:
     ]
 
 
+TRAVELED = "<dynamic-code>"
+"""cloudpickle's name for the file of a function that has traveled."""
+
+
 def _place(error: BaseException) -> str:
     """The line of the user's code that raised."""
-    import traceback
-
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/function/" not in frame.filename
-    ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    if not own:
+        return ""
+    last = next((frame for frame in reversed(own) if frame.filename == TRAVELED), own[-1])
+    file = "the script or cell" if last.filename == TRAVELED else last.filename
+    return f" (line {last.lineno} of {file})"
 
 
 class FunctionTaskset(vf.Taskset[FunctionTask, FunctionConfig]):

@@ -58,7 +58,7 @@ def unseal(sealed: bytes, key: str | None, where: str) -> bytes:
 def packed(functions: Sequence[Any]) -> bytes:
     """The functions and what they refer to, sealed. Raises ``ConfigError`` that names the function
     that cannot travel."""
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # has no types
 
     make_key()
     with _by_value(_only_here()):
