@@ -34,8 +34,8 @@ Config: TypeAlias = str | Path | Sequence[str | Path] | Mapping[str, Any]
 QUICK: dict[str, Any] = {
     "seq_len": 512,
     "orchestrator": {
-        "batch_size": 64,
-        "train": {"sampling": {"max_completion_tokens": 128}},
+        "batch_size": 32,
+        "train": {"sampling": {"max_completion_tokens": 64}},
     },
     "trainer": {"optim": {"lr": 1e-5}},
 }

@@ -219,9 +219,9 @@ class Rollout:
 
     @property
     def reply(self) -> str:
-        """The text of the policy's last message."""
+        """The text of the policy's last message, without white space at its ends."""
         replies = (each["content"] for each in self.messages if each.get("role") == "assistant")
-        return str(next(reversed([*replies]), ""))
+        return str(next(reversed([*replies]), "")).strip()
 
     @property
     def is_live(self) -> bool:
