@@ -188,3 +188,203 @@ def test_chat_needs_the_weights_of_a_run_that_has_ended(run):
 
 def _by_step(run):
     return [list(run.rollouts(step, dropped=True)) for step in (1, 2)]
+
+
+# -- prompts and a reward -------------------------------------------------------------------------
+
+
+SUMS = [{"prompt": "2+3?", "answer": "5"}, {"prompt": "1+1?", "answer": "2"}]
+
+
+def is_in(reply, answer):
+    return float(answer in reply)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "train: give a config .* or model, prompts and reward"),
+        ({"prompts": SUMS}, "reward is missing; prompts and reward belong together"),
+        ({"reward": is_in}, "prompts is missing"),
+        ({"weights": {"a": 1}, "config": GRPO}, "weights: goes with prompts and reward"),
+        ({"prompts": SUMS, "reward": is_in}, "model is missing"),
+        ({"prompts": SUMS, "reward": is_in, "config": GRPO}, "the config has training envs"),
+        ({"prompts": [{"q": 1}], "reward": is_in, "model": "tiny-chat"}, "no column 'prompt'"),
+        ({"prompts": SUMS, "reward": lambda x: 1, "model": "tiny-chat"}, "'x' is no column"),
+        ({"prompts": SUMS, "reward": is_in, "model": "tiny-chat", "on_step": 3}, "on_step: expe"),
+        ({"prompts": SUMS, "reward": is_in, "model": "tiny-chap"}, "'tiny-chap' is no folder, no"),
+    ],
+)
+def test_prompts_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
+    tmp_path, given, message
+):
+    with pytest.raises(ConfigError, match=message):
+        prime_rl.train(**given, max_steps=1, output_dir=tmp_path / "outputs")
+    found = [*(tmp_path / "outputs").glob("*")]
+    assert not [path for path in found if path.name != ".functions"]
+
+
+def test_a_model_that_a_missing_package_makes_is_named(tmp_path, monkeypatch):
+    from prime_rl_smollm2 import convert
+
+    monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(convert, "PACKAGE", "llm-of-nobody")
+    with pytest.raises(ConfigError, match="made from the package llm-of-nobody, which is not inst"):
+        prime_rl.train(
+            model="smollm2-135m", prompts=SUMS, reward=is_in, max_steps=1, output_dir=tmp_path
+        )
+
+
+def test_the_config_of_prompts_and_a_reward(tmp_path):
+    from prime_rl_app.api import _with_functions
+
+    table = {"model": {"name": "tiny-chat"}, "seq_len": 64, "output_dir": str(tmp_path)}
+    made = _with_functions(table, SUMS, is_in, SUMS[:1], weights={"is_in": 2})
+    env = made["orchestrator"]["train"]["env"][0]
+    assert (env["id"], env["args"]["weights"]) == ("function", {"is_in": 2})
+    assert Path(env["args"]["data"]).read_text().splitlines() == [json.dumps(r) for r in SUMS]
+    assert len(made["orchestrator"]["eval"]["env"]) == 1
+    assert made["orchestrator"]["workers"]["pass_env"] == ["PRIME_RL_FUNCTIONS_KEY"]
+    assert made["seq_len"] == 64 and made["orchestrator"]["batch_size"] == 32
+    assert made["orchestrator"]["renderer"] == {"name": "default"}
+
+
+def test_a_model_goes_to_a_folder_and_to_nothing_else(run, tmp_path, monkeypatch):
+    weights = run.path / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    assert Path(run.push(tmp_path / "copy")) == tmp_path / "copy"
+    assert (tmp_path / "copy" / "config.json").read_text() == "{}"
+    run.push(tmp_path / "copy")  # again, over a model
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    with pytest.raises(ConfigError, match="holds something else than a model"):
+        run.push(tmp_path / "other")
+    with pytest.raises(ConfigError, match="is a file; expected a folder"):
+        run.push(weights / "config.json")
+    asked = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            asked.append((name, options))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, **options):
+            asked.append(options)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.chdir(tmp_path)
+    assert run.push("me/mine", private=False) == "https://hub/me/mine"
+    assert asked == [
+        ("me/mine", {"private": False, "exist_ok": True}),
+        {"repo_id": "me/mine", "folder_path": weights},
+    ]
+    monkeypatch.setattr(Api, "create_repo", lambda *a, **b: 1 / 0)
+    with pytest.raises(RunError, match="uploading to 'me/mine' failed: ZeroDivisionError"):
+        run.push("me/mine")
+
+
+def test_callbacks_come_once_per_trained_step_and_what_they_raise_ends_the_run(tmp_path):
+    from prime_rl import PluginConfig
+    from prime_rl.plugins.view import RunView
+    from prime_rl_app.output import CallingView
+
+    seen = []
+    inner = RunView(PluginConfig(), tmp_path, 3)
+    view = CallingView(inner, [lambda: seen.append(1), lambda: seen.append(2)], 1)
+    rows = tmp_path / "metrics.jsonl"
+    view.refresh()
+    rows.write_text('{"step": 1, "optim/lr": 1}\n{"step": 2, "a": 1}\n')
+    view.refresh()
+    assert seen == []
+    rows.write_text(rows.read_text() + '{"step": 2, "optim/lr": 1}\n{"step": 3, "optim/lr": 1}\n')
+    view.refresh()
+    view.refresh()
+    assert seen == [1, 2, 1, 2]
+    failing = CallingView(inner, [lambda: 1 / 0], 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.refresh()
+
+
+SCRIPT = """
+import sys
+import prime_rl
+
+words = ["abcd", "bcde", "cdef", "acegi"]
+rows = [{"prompt": word, "answer": word[::-1]} for word in words]
+bonus = 0.25
+seen = []
+
+
+def closeness(reply, answer):
+    return sum(a == b for a, b in zip(reply, answer)) / max(len(reply), len(answer), 1)
+
+
+if __name__ == "__main__":
+    run = prime_rl.train(
+        model={"name": "tiny-chat", "warmup_exact": 0.0},
+        prompts=rows,
+        reward=[
+            lambda reply, answer: closeness(reply, answer) + bonus,
+            lambda replies: [0.5] * len(replies),
+        ],
+        weights={"reward_2": 2.0},
+        on_step=lambda run: seen.append(run.step),
+        max_steps=2,
+        orchestrator={"batch_size": 8, "group_size": 4, "post_batch_filters": []},
+    )
+    assert len(seen) == 2 and seen[-1] == 2, seen  # two steps may end at once
+    rollouts = list(run.rollouts())
+    for rollout in rollouts:
+        reply, answer = rollout.reply, rollout.prompt[::-1]
+        expected = {"reward": closeness(reply, answer) + bonus, "reward_2": 0.5}
+        assert rollout.rewards == expected, (rollout.rewards, expected)
+        assert abs(rollout.reward - expected["reward"] - 1.0) < 1e-6
+        assert rollout.messages[-1]["content"].strip() == reply
+    print("trained on", len(rollouts), "rollouts;", repr(run.generate("abcd", max_tokens=8)))
+    assert run.config["orchestrator"]["env_workers"] == "auto"
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_lambdas_trains_as_a_user_starts_it(model_cache, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = os.environ | {"PRIME_RL_CACHE": str(model_cache)}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained on 16 rollouts; '" in done.stdout
+    assert "workers: 1 of 1 ready" in done.stdout or "ready" in done.stdout
+
+
+TOML = """
+max_steps = 1
+seq_len = 128
+[model]
+name = "tiny-chat"
+warmup_exact = 0.0
+[orchestrator]
+batch_size = 8
+group_size = 4
+post_batch_filters = []
+[orchestrator.renderer]
+name = "default"
+[[orchestrator.train.env]]
+id = "function"
+args = { data = "questions.jsonl", reward = "my_rewards.exact", weights = { exact = 2.0 } }
+"""
+
+
+@pytest.mark.slow
+def test_a_toml_with_a_file_and_a_function_trains(model_cache, tmp_path):
+    (tmp_path / "my.toml").write_text(TOML)
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
+    (tmp_path / "my_rewards.py").write_text("async def exact(reply): return len(reply) / 64\n")
+    env = os.environ | {"PRIME_RL_CACHE": str(model_cache)}
+    command = [sys.executable, "-m", "prime_rl", "run", "my.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollouts = list(prime_rl.Run("latest", tmp_path / "outputs").rollouts())
+    assert len(rollouts) == 8
+    for rollout in rollouts:
+        assert rollout.reward == pytest.approx(2 * len(rollout.reply) / 64)

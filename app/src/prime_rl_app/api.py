@@ -1,6 +1,8 @@
 """The Python API: ``prime_rl.train`` starts a run from a script or a notebook, ``prime_rl.Run``
 reads one, whatever started it.
 
+    run = prime_rl.train(model="smollm2-135m", prompts=rows, reward=exact, max_steps=20)
+    run.generate("4+4?")
     run = prime_rl.train("grpo.toml", max_steps=20, trainer={"optim": {"lr": 1e-4}})
     run.metrics.column("train/agg/all/reward/mean").to_pylist()
     prime_rl.Run("latest").weights
@@ -14,12 +16,13 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prime_rl import Rollout, RunError
+from prime_rl import ConfigError, Rollout, RunError
 from prime_rl.rundir.status import read_rows
 from prime_rl_app.rollouts import read_rollouts, step_files
 from prime_rl_app.runs import LATEST, find_run, run_info
@@ -28,9 +31,44 @@ Config: TypeAlias = str | Path | Sequence[str | Path] | Mapping[str, Any]
 """The path of a TOML file; several, composed left to right; or the TOML's tables as a dict."""
 
 
-def train(config: Config, *, resume: str | int | None = None, **overrides: Any) -> Run:
+QUICK: dict[str, Any] = {
+    "seq_len": 512,
+    "orchestrator": {
+        "batch_size": 32,
+        "train": {"sampling": {"max_completion_tokens": 64}},
+    },
+    "trainer": {"optim": {"lr": 1e-5}},
+}
+"""Defaults of ``train(prompts=..., reward=...)``, below the config and the overrides: a small model
+shows within minutes whether it learns."""
+
+OnStep: TypeAlias = Callable[["Run"], object]
+
+
+def train(
+    config: Config | None = None,
+    *,
+    model: str | Mapping[str, Any] | None = None,
+    prompts: Any = None,
+    reward: Any = None,
+    weights: Mapping[str, float] | None = None,
+    eval_prompts: Any = None,
+    prompt_column: str = "prompt",
+    system_prompt: str | None = None,
+    in_process: bool = False,
+    on_step: OnStep | Sequence[OnStep] = (),
+    resume: str | int | None = None,
+    **overrides: Any,
+) -> Run:
     """Train as ``prime-rl run`` does: start the processes of a run, show them, wait for the end.
 
+    With ``prompts`` and ``reward`` no config is needed. ``prompts``: a list of dicts or texts, a
+    data set, a table or a frame; or the name of a file or of a data set of the hub. ``reward``: a
+    function, an import path, or a list of them; each takes by name what it needs of ``reply``,
+    ``prompt``, ``messages``, ``completion_ids`` and the columns of the row. ``weights``: by term.
+    ``in_process``: the functions are quick, and run in the orchestrator. ``docs/python.md``.
+
+    ``model``: ``model.name``, or the table. ``on_step``: called after each step with the run.
     ``overrides`` lie over the config: ``max_steps=20``, ``trainer={"optim": {"lr": 1e-4}}`` or
     ``**{"trainer.optim.lr": 1e-4}``. ``resume``: ``"latest"``, a step or a checkpoint's folder.
 
@@ -43,15 +81,48 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.cli.run import train as train_in
     from prime_rl_app.config import build_config, fitted
+    from prime_rl_app.models import check_made
     from prime_rl_app.resolve import check
     from prime_rl_app.resume import begin
 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
-    whole, notices = fitted(build_config(_table(config, overrides)))
+    callbacks = [on_step] if not isinstance(on_step, Sequence) else [*on_step]
+    for each in callbacks:
+        if not callable(each):
+            raise ConfigError(f"on_step: expected a function that takes the run, got {each!r:.80}")
+
+    if isinstance(model, str):
+        overrides["model.name"] = model
+    elif model is not None:
+        overrides["model"] = model
+    table = _table({} if config is None else config, overrides)
+    brought = {"weights": weights, "eval_prompts": eval_prompts, "system_prompt": system_prompt}
+    if prompts is None and reward is None:
+        unread = [name for name, value in brought.items() if value is not None]
+        if unread:
+            raise ConfigError(f"{unread[0]}: goes with prompts and reward, and there are none")
+        if config is None:
+            raise ConfigError(
+                "train: give a config (a TOML file or its tables), or model, prompts and reward"
+            )
+    else:
+        table = _with_functions(
+            table,
+            prompts,
+            reward,
+            eval_prompts,
+            weights=weights,
+            prompt_column=prompt_column,
+            system_prompt=system_prompt,
+            in_process=in_process,
+        )
+
+    whole, notices = fitted(build_config(table))
     notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
     resolved = check(whole, None if resume is None else str(resume))
+    check_made(whole, resolved.hooks)
     chosen = resolved.earlier_run
     if chosen is not None:
         print("\n".join(chosen.notes))
@@ -59,13 +130,80 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
             assert chosen.run_dir is not None
             return Run(chosen.run_dir)
         with begin(whole, chosen) as (run_dir, checkpoint):
-            train_in(resolved, run_dir, _again(run_dir), checkpoint)
+            calls = [partial(each, Run(run_dir)) for each in callbacks]
+            train_in(resolved, run_dir, _again(run_dir), checkpoint, calls)
         return Run(run_dir)
 
     run_dir = make_run_dir(whole)
     with held(run_dir):
-        train_in(resolved, run_dir, _again(run_dir), None)
+        calls = [partial(each, Run(run_dir)) for each in callbacks]
+        train_in(resolved, run_dir, _again(run_dir), None, calls)
     return Run(run_dir)
+
+
+def _with_functions(
+    table: dict[str, Any], prompts: Any, reward: Any, eval_prompts: Any, **settings: Any
+) -> dict[str, Any]:
+    """The config with an env of prompts and reward functions. Raises ``ConfigError``."""
+    import prime_rl
+    from prime_rl_app.config import merge
+
+    for name, value in (("prompts", prompts), ("reward", reward)):
+        if value is None:
+            raise ConfigError(f"train: {name} is missing; prompts and reward belong together")
+    function_env = getattr(prime_rl, "function_env", None)
+    if function_env is None:
+        raise ConfigError(
+            "train: prompts and reward need the package prime-rl-environments: "
+            "pip install prime-rl-environments"
+        )
+    table = copy.deepcopy(merge(QUICK, table))
+    if not isinstance(table.get("model"), Mapping) or not table["model"].get("name"):
+        raise ConfigError(
+            "train: model is missing: a folder, a hub id (owner/name), or a model that is made "
+            "here, such as model='smollm2-135m'"
+        )
+    output_dir = Path(table.get("output_dir", "outputs"))
+    orchestrator = table["orchestrator"]
+    train_table = orchestrator["train"]
+    if train_table.get("env"):
+        raise ConfigError(
+            "train: the config has training envs (orchestrator.train.env), and prompts are one "
+            "more: which is meant is not clear. Leave one of them out."
+        )
+    settings["output_dir"] = output_dir
+    train_table["env"] = [function_env(prompts, reward, **settings)]
+    if eval_prompts is not None:
+        env = function_env(eval_prompts, reward, **settings)
+        orchestrator.setdefault("eval", {}).setdefault("env", []).append(env)
+    workers = orchestrator.setdefault("workers", {})
+    # The key of the functions' seal, which the environments' processes need.
+    passed = [*workers.get("pass_env", ()), FUNCTIONS_KEY]
+    workers["pass_env"] = list(dict.fromkeys(passed))
+    if "renderer" not in orchestrator:
+        orchestrator["renderer"] = _renderer_for(str(table["model"]["name"]))
+    return table
+
+
+FUNCTIONS_KEY = "PRIME_RL_FUNCTIONS_KEY"
+"""Environment variable with the key that seals the functions of a script."""
+
+
+def _renderer_for(model: str) -> dict[str, str]:
+    """The installed default if it knows the model, else the one that uses the model's own chat
+    template."""
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import RENDERER, collect, make
+    from prime_rl_app.config import installed_defaults
+
+    hooks = load_plugins()
+    name = installed_defaults().get("orchestrator", {}).get("renderer", {}).get("name", "auto")
+    try:
+        make(RENDERER, name, {}, hooks, RENDERER.key).check(model)
+        return {"name": name}
+    except ConfigError:
+        other = "default"
+        return {"name": other if other in collect(hooks, RENDERER) else name}
 
 
 def _again(run_dir: Path) -> str:
@@ -165,6 +303,55 @@ class Run:
                 "ends or is stopped"
             )
         return folder
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """The trained model's reply to a text or to messages, with the run's system prompt.
+
+        ``max_tokens``: None for what the run sampled with. ``temperature``: 0 is greedy. The model
+        is loaded at the first call and kept. ``prime-rl serve`` and ``chat`` are faster for many
+        prompts. Raises ``RunError`` before the end of the run.
+        """
+        from prime_rl_app.generate import reply
+
+        return reply(
+            self.weights,
+            self._messages(prompt),
+            max_tokens=max_tokens or self._longest_reply(),
+            temperature=temperature,
+            seed=seed,
+        )
+
+    def _messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        if not isinstance(prompt, str):
+            return [dict(message) for message in prompt]
+        envs = self.config["orchestrator"]["train"]["env"]
+        systems = {(env.get("args") or {}).get("system") for env in envs}
+        system = systems.pop() if len(systems) == 1 else None
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return [*opening, {"role": "user", "content": prompt}]
+
+    def _longest_reply(self) -> int:
+        sampling = self.config["orchestrator"]["train"].get("sampling") or {}
+        return int(sampling.get("max_completion_tokens") or 256)
+
+    def push(self, to: str | Path, *, private: bool = True) -> str:
+        """Copy the trained model to a folder, or upload it to the hub. Returns the folder or the
+        address.
+
+        ``to``: a folder, or a hub id (``owner/name``) that is no path. ``private``: of a repository
+        that the upload creates. A folder that holds something else is refused. Raises
+        ``ConfigError``, and ``RunError`` before the end of the run.
+        """
+        from prime_rl_app.push import push
+
+        return push(self.weights, to, private)
 
     def resume(self, **overrides: Any) -> Run:
         """Continue from the newest checkpoint with the run's own config. Raises as ``train``

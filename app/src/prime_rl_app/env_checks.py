@@ -336,7 +336,7 @@ def check_tasksets(config: RunConfig, algorithms: Iterable[tuple[EnvConfig, Algo
         table = getattr(config.orchestrator, label)
         for number, env in enumerate(table.env):
             where = f"orchestrator.{label}.env.{number}"
-            check_taskset(env.id, f"{where}.id")
+            check_taskset(env.id, f"{where}.id", env.args)
             _check_found_by_all("tasksets", env.id, f"{where}.id")
             harness = (env.harness or {}).get("id", "")
             _check_found_by_all("harnesses", str(harness), f"{where}.harness.id")

@@ -19,7 +19,7 @@ from prime_rl import ModelMaker
 from prime_rl.config.run import ModelSource
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.registry.manager import Hooks, load_plugins
-from prime_rl.registry.offers import MODEL, collect, settings_of
+from prime_rl.registry.offers import MODEL, bringer, collect, settings_of
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
 from prime_rl.rundir.scratch import Scratch
@@ -48,9 +48,12 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     is_path = is_path or ("/" in model.name and folder.parent.is_dir())
     if not folder.is_dir():
         if is_path or "/" not in model.name:
+            package = bringer("model", model.name)
+            install = f". pip install {package} brings it" if package else ""
+            made = ", ".join(offers) or "none"
             raise ConfigError(
                 f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model "
-                f"that an installed plugin makes (those are: {', '.join(offers) or 'none'})"
+                f"that an installed plugin makes (those are: {made}){install}"
             )
     elif not (folder / "config.json").exists():
         raise ConfigError(
@@ -94,6 +97,14 @@ def model_path(config: ModelSource, hooks: Hooks, cache: Path | None = None) -> 
         path = cache / f"hub--{config.model.name.replace('/', '--')}"
 
     return str(path), not (path / READY).exists()
+
+
+def check_made(config: ModelSource, hooks: Hooks) -> None:
+    """Raises ``ConfigError`` if the model has to be made here and cannot be."""
+    maker = build_model_maker(config, hooks)
+    _, to_make = model_path(config, hooks)
+    if maker is not None and to_make:
+        maker.check()
 
 
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

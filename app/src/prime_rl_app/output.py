@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from prime_rl.errors import PrimeRLError, printable
 from prime_rl.plugins.view import RunView
 from prime_rl.rundir.directory import log_dir
+from prime_rl.rundir.status import read_rows
 
 VIEW_LOG = "view.log"
 
@@ -107,3 +109,52 @@ class SafeView(RunView):
     def _log(self, text: str) -> None:
         with suppress(OSError), (log_dir(self.run_dir) / VIEW_LOG).open("a") as file:
             file.write(f"{printable(text)}\n")
+
+
+class CallingView(RunView):
+    """A view, and functions of the user's that are called after each step. What they raise ends
+    the run: it is the user's own code."""
+
+    def __init__(
+        self, view: RunView, on_step: Sequence[Callable[[], object]], last_step: int
+    ) -> None:
+        """``last_step``: of the checkpoint that the run continues, 0 without one."""
+        super().__init__(view.config, view.run_dir, view.max_steps)
+        self._view = view
+        self._on_step = on_step
+        self._last_step = last_step
+
+    def __enter__(self) -> CallingView:
+        self._view.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._view.__exit__(*exc)
+
+    def refresh(self) -> None:
+        self._view.refresh()
+        for step in trained_steps(self.run_dir):
+            if step <= self._last_step:
+                continue
+            self._last_step = step
+            for call in self._on_step:
+                call()
+
+    def print(self, line: str) -> None:
+        self._view.print(line)
+
+    def ended(self) -> None:
+        self._view.ended()
+
+    def stopped(self, step: int | None, saved: bool, command: str) -> None:
+        self._view.stopped(step, saved, command)
+
+
+def trained_steps(run_dir: Path) -> list[int]:
+    """The steps whose metrics are complete: of the batch and of the trainer."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return sorted({row["step"] for row in rows if any(name.startswith(TRAINED) for name in row)})
+
+
+TRAINED = "optim/"
+"""Begin of metrics that the trainer gives a step that it has taken."""

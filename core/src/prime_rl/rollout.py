@@ -187,6 +187,9 @@ class Rollout:
     """Its seat in the env."""
     task: dict[str, Any] = field(default_factory=dict)
     """The fields of the example, ``prompt`` among them."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation, as ``{"role": ..., "content": text}``; calls of tools are in
+    ``tool_calls``. Of several branches, the last one."""
     source: str = "policy"
     """Its origin: ``policy``, ``frozen``, or the type of a source."""
     has_logprobs: bool = True
@@ -211,6 +214,17 @@ class Rollout:
         terms = (abs(term) for term in self.rewards.values() if isinstance(term, float | int))
         finite = (term for term in terms if math.isfinite(term))
         self.reward = settled(self.reward, scale=max(finite, default=1.0))
+
+    @property
+    def prompt(self) -> Any:
+        """The example's prompt: a text, or a list of messages. None: the env has none."""
+        return self.task.get("prompt")
+
+    @property
+    def reply(self) -> str:
+        """The text of the policy's last message, without white space at its ends."""
+        replies = (each["content"] for each in self.messages if each.get("role") == "assistant")
+        return str(next(reversed([*replies]), "")).strip()
 
     @property
     def is_live(self) -> bool:

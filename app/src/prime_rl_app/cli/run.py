@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +57,7 @@ def run(
     from prime_rl.entries import leaving_out
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.libraries import weight_notes
+    from prime_rl_app.models import check_made
     from prime_rl_app.output import say
     from prime_rl_app.resolve import check
 
@@ -65,6 +67,7 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     resolved = check(config, checkpoint)
+    check_made(config, resolved.hooks)
     for note in weight_notes(config, resolved.hooks):
         typer.echo(note, err=True)
     by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
@@ -150,17 +153,26 @@ def _train(resolved: Resolved, run_dir: Path, again: str, checkpoint: Checkpoint
         raise typer.Exit(1) from None
 
 
-def train(resolved: Resolved, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
+def train(
+    resolved: Resolved,
+    run_dir: Path,
+    again: str,
+    checkpoint: Checkpoint | None,
+    on_step: Sequence[Callable[[], object]] = (),
+) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
-    continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
+    continues; ``on_step``: called after each step. Raises ``RunError`` if a process dies,
+    ``KeyboardInterrupt`` after a stop, and what ``on_step`` raises."""
     from prime_rl.entries import leaving_out
     from prime_rl.registry.manager import wrappers
     from prime_rl.rundir.control import Stopped, supervised
     from prime_rl_app import supervisor
-    from prime_rl_app.output import SafeView
+    from prime_rl_app.output import CallingView, SafeView
 
     config = resolved.config
-    view = SafeView(_view(resolved, run_dir))
+    view: RunView = SafeView(_view(resolved, run_dir))
+    if on_step:
+        view = CallingView(view, on_step, checkpoint.step if checkpoint else 0)
     try:
         with leaving_out(config.plugins.disabled), supervised(run_dir):
             for line in wrappers(resolved.hooks):

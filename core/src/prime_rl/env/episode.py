@@ -181,6 +181,25 @@ class RolloutResult:
         return self.trace is not None and any(node.tools for node in self.trace.nodes)
 
     @property
+    def saved_messages(self) -> list[dict[str, Any]]:
+        """The conversation of the last branch as a file of rollouts has it: texts and calls."""
+        messages = () if self.trace is None else self.trace.messages
+        saved: list[dict[str, Any]] = []
+        for message in messages:
+            content = message.content
+            if isinstance(content, list):  # images stay where they came from
+                content = "".join(part.text for part in content if part.type == "text")
+            entry: dict[str, Any] = {"role": message.role, "content": readable(content or "")}
+            calls = getattr(message, "tool_calls", None)
+            if calls:
+                entry["tool_calls"] = [
+                    {"name": readable(call.name), "arguments": readable(call.arguments)}
+                    for call in calls
+                ]
+            saved.append(entry)
+        return saved
+
+    @property
     def wire_messages(self) -> list[dict[str, Any]]:
         """The conversation of the last branch in the OpenAI form."""
         messages = () if self.trace is None else self.trace.messages

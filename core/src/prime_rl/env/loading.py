@@ -7,6 +7,7 @@ remote sandbox and its default harness runs the model's code here, so both are a
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import logging
 import os
@@ -37,14 +38,30 @@ QUIET_LOGGERS = {
 }
 
 
-def check_taskset(env_id: str, where: str) -> None:
+CHECK = "check_args"
+"""Module and function of a taskset's package that check its args before a run starts."""
+
+
+def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None) -> None:
     """Raises ``ConfigError`` if no installed module can be the taskset; imports none of them.
 
-    verifiers looks among its own tasksets first, then for a top-level module of that name.
+    verifiers looks among its own tasksets first, then for a top-level module of that name. If that
+    is a package with a module ``check_args``, its function of that name checks ``args``: it raises
+    ``ConfigError`` for what else would end the run when the processes have started.
     """
     name = module_of(env_id)
     shipped = shipped_by_verifiers("tasksets")
-    if name in shipped or importlib.util.find_spec(name) is not None:
+    spec = None if name in shipped else importlib.util.find_spec(name)
+    if args is not None and spec is not None:
+        folders = [Path(place) for place in spec.submodule_search_locations or ()]
+        if any((folder / f"{CHECK}.py").is_file() for folder in folders):
+            checks = importlib.import_module(f"{name}.{CHECK}")
+            try:
+                getattr(checks, CHECK)(args)
+            except ConfigError as error:
+                raise ConfigError(f"{where.removesuffix('.id')}.args: {error}") from error
+
+    if name in shipped or spec is not None:
         return
     installed = {module.name for module in pkgutil.iter_modules()} | shipped
     close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
@@ -178,6 +195,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
 
     _check_tools(env, where)
     _check_sampling(env.config, where)
+    _check_shadows(vf, env, where)
     return env
 
 
@@ -289,6 +307,26 @@ def _check_sampling(config: Any, where: str) -> None:
                 "to reproduce how it is sampled. Set the env's sampling table instead, or give "
                 "the agent a model and client of its own."
             )
+
+
+MARKS = ("reward", "metric", "stop", "intercept")
+"""What verifiers' decorators set on a method."""
+
+
+def _check_shadows(vf: ModuleType, env: Any, where: str) -> None:
+    """Refuse a decorated method whose name verifiers itself calls: ``@vf.reward async def score``
+    would replace the method that runs the rewards, and a rollout would have none."""
+    harnesses = [type(each) for each in env._harnesses.values()]
+    bases = {type(env.taskset).task_type(): vf.Task} | dict.fromkeys(harnesses, vf.Harness)
+    for cls, base in bases.items():
+        for owner in cls.__mro__[: cls.__mro__.index(base)]:
+            for name, method in vars(owner).items():
+                mark = next((each for each in MARKS if getattr(method, each, None) is True), None)
+                if mark is not None and hasattr(base, name):
+                    raise ConfigError(
+                        f"{where}: {owner.__name__}.{name} is a @vf.{mark}, and replaces "
+                        f"verifiers' own {base.__name__}.{name}. Give it another name."
+                    )
 
 
 def _check_tools(env: Any, where: str) -> None:

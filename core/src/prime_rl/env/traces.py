@@ -446,6 +446,7 @@ def build_rollout(
         stop_condition=result.stop_condition,
         policy_version=policy_version,
         agent=result.agent,
+        messages=result.saved_messages,
         trace=result.trace,
     )
 

@@ -38,6 +38,10 @@ class ModelMaker(Offer):
     """Makes a small model on this machine, for ``[model] name = "<maker>"`` where no checkpoint is
     at hand."""
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what ``make`` would lack, before any process starts and without
+        heavy imports. Not called for a model that has been made."""
+
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
         """Write a Hugging Face folder (config, safetensors, tokenizer) into the empty
         ``directory``.

