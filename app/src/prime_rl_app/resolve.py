@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl import Engine, ModelMaker, PluginConfig
-from prime_rl.config.run import ModelSource, RunConfig
+from prime_rl.config.contract import FrozenModel
+from prime_rl.config.run import FILES, ModelSource, RunConfig
 from prime_rl.entries import installed_entries, names_of
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
@@ -41,7 +42,9 @@ from prime_rl.registry.offers import (
     settings_of,
 )
 from prime_rl_app.env_checks import algorithm_of, check_algorithms, check_envs, check_tasksets
-from prime_rl_app.gpus import check_shares, gpus_of, num_ranks
+from prime_rl_app.gpus import check_shares, gpus_of, num_engines, num_ranks
+
+LAST_PORT = 65535
 
 
 def check(config: RunConfig) -> Hooks:
@@ -74,6 +77,7 @@ def check(config: RunConfig) -> Hooks:
         (check_engine, config, hooks),
         (_check_deployment, config, hooks),
         (_check_broadcast, config, hooks, trainer),
+        (_check_keys, config, hooks),
         (make_observers, train.settings, trainer),
         (make_kernel, train, trainer),
         (make_optimizer, train.optim, trainer),
@@ -179,7 +183,7 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
         )
 
     gpus = gpus_of(config, launcher)
-    num_ranks(config, gpus)
+    _check_ports(config, num_ranks(config, gpus), launcher)
     if config.inference.base_url is not None:
         return
     engine = build_engine(config, hooks)
@@ -190,6 +194,55 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
             f"is {engine.dtype!r}: the engine would serve weights of less precision than it "
             "computes in. Set both to 'bfloat16', or leave publish_dtype out."
         )
+
+
+def _check_ports(config: RunConfig, ranks: int, launcher: Launcher) -> None:
+    """Fixed ports exist, and on one machine no two processes are to listen at the same."""
+    wire = config.rollout_transport
+    engines = 0 if config.inference.base_url is not None else num_engines(config)
+    wire_ports = 0 if wire.type == FILES else ranks
+    taken: dict[int, str] = {}
+    for key, first, number in (
+        ("inference.port", config.inference.port, engines),
+        ("rollout_transport.port", wire.port, wire_ports),
+    ):
+        if first is None or not number:
+            continue
+        last = first + number - 1
+        if last > LAST_PORT:
+            raise ConfigError(
+                f"{key} is the first of {number} ports, and {first} leaves only "
+                f"{LAST_PORT - first + 1}. Set it to {LAST_PORT - number + 1} or less, or leave it "
+                "out."
+            )
+        for port in range(first, last + 1):
+            if port in taken and not launcher.is_remote:
+                raise ConfigError(
+                    f"{key}: port {port} is that of {taken[port]} too, which takes the ports "
+                    "that follow its first. Move one of them, or leave one out."
+                )
+            taken[port] = key
+
+
+def _check_keys(config: RunConfig, hooks: Hooks) -> None:
+    """The keys of frozen models are in the environment, if their processes inherit ours."""
+    if build_launcher(config, hooks).is_remote:
+        return
+    models = {"orchestrator.initial": config.orchestrator.initial}
+    for env in config.orchestrator.train.env:
+        algo = env.algo or config.orchestrator.algo
+        where = f"env {env.label!r}: algo"
+        models[f"{where}.sampling.source"] = algo.sampling.source  # type: ignore[assignment]
+        settings = algorithm_of(env, config, hooks).config
+        models |= {f"{where}.{name}": value for name, value in settings}
+
+    for where, model in models.items():
+        variable = model.api_key_var if isinstance(model, FrozenModel) else None
+        if variable is not None and not os.environ.get(variable):
+            raise ConfigError(
+                f"{where}: api_key_var is {variable!r}, and the environment has no such variable, "
+                "or an empty one. Export it, or leave api_key_var out if the endpoint needs no key."
+            )
 
 
 def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
