@@ -20,10 +20,15 @@ import warm
 from waiting import LIMIT, eventually, exists
 
 from prime_rl import ConfigError
-from prime_rl.rundir.launch import STORE, Launch
+from prime_rl.errors import ProcessFailed
+from prime_rl.plugins.status import read_status
+from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.launch import PARENT_PID, STORE, Launch
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import Rank
 from prime_rl_app import agent
 from prime_rl_app.commands import trainer_command
+from prime_rl_app.supervisor import _failed
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -230,3 +235,47 @@ def test_another_number_of_ranks_than_planned_is_refused() -> None:
         "the trainer was started with 1 ranks, configs/launch.json says 2. Give its "
         "agent --ranks 2."
     )
+
+
+def test_an_agent_that_cannot_start_its_ranks_says_so_and_the_run_does_not_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_meeting(options: object) -> int:
+        raise RuntimeError("the rendezvous failed") from TimeoutError("10.0.0.4 does not answer")
+
+    monkeypatch.setattr(agent, "run_torchrun", no_meeting)
+    monkeypatch.setenv(PROCESS, f"1:trainer_1:{tmp_path}")
+    monkeypatch.setenv(PARENT_PID, str(os.getppid()))  # the agent sets it for its ranks
+    arguments = ["--ranks", "2", "--nodes", "2", "--endpoint", "10.0.0.4:1"]
+    with pytest.raises(RuntimeError):
+        agent.main([str(tmp_path), *arguments])
+    (tmp_path / "log").touch()
+    ended = SimpleNamespace(name="trainer_1", exit_code=1, log=tmp_path / "log", last_lines=list)
+    failure = _failed(ended, tmp_path, "exited with code 1")  # type: ignore[arg-type]
+    assert isinstance(failure, ProcessFailed)
+    assert failure.reported
+    assert failure.cause == (
+        "trainer_1 exited with code 1: the ranks of this machine could not start: RuntimeError: "
+        "the rendezvous failed: TimeoutError: 10.0.0.4 does not answer"
+    )
+
+
+def test_an_agent_leaves_what_a_rank_has_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ChildFailedError(Exception):
+        """As torchrun's."""
+
+    def failed(options: object) -> int:
+        raise ChildFailedError("rank 0 failed")
+
+    monkeypatch.setattr(agent, "run_torchrun", failed)
+    monkeypatch.setenv(PROCESS, f"1:trainer:{tmp_path}")
+    monkeypatch.setenv(PARENT_PID, str(os.getppid()))  # the agent sets it for its ranks
+    status = tmp_path / "status" / "trainer.json"
+    Status(status).report("failed", error="out of memory")
+    with pytest.raises(ChildFailedError):
+        agent.main([str(tmp_path), "--ranks", "2", "--nodes", "2", "--endpoint", "a:1"])
+    report = read_status(status)
+    assert report is not None
+    assert report.detail["error"] == "out of memory"

@@ -521,3 +521,88 @@ def test_a_function_in_the_folder_of_a_script_is_refused_and_in_the_working_dire
     monkeypatch.chdir(beside_script)
     assert import_function(path, {}, "inputs").__name__ == "loss"
     del sys.modules["letters_beside"]
+
+
+FROZEN = {"name": "m", "base_url": "http://127.0.0.1:1/v1"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"orchestrator": {"eval": {"sampling": {"top_k": 0}}}}, "expected 1 or more, or -1"),
+        ({"orchestrator": {"eval": {"sampling": {"top_k": -5}}}}, "expected 1 or more, or -1"),
+        (
+            {"trainer": {"scheduler": {"type": "cosine", "decay_steps": 1}}},
+            "trainer.scheduler.decay_steps is 1, and no schedule 'cosine' reads it, only linear",
+        ),
+        (
+            {"trainer": {"scheduler": {"type": "constant", "min_lr": 1e-9}}},
+            "trainer.scheduler.min_lr is 1e-09, and no schedule 'constant' reads it, only linear",
+        ),
+        ({"ckpt": {"enabled": False, "interval": 1, "best": "eval/a/x"}}, "enabled is false"),
+        ({"trainer": {"fused_lm_head": False, "dtype": "bfloat16"}}, "it is always on with"),
+        ({"deployment": {"pass_env": ["A=B"]}}, "expected the name of an environment variable"),
+        ({"inference": {"admin_key_var": ""}}, "expected the name of an environment variable"),
+        ({"rollout_transport": {"host": "not a host"}}, "expected an IP address"),
+        ({"inference": {"host": "http://127.0.0.1"}}, "expected an IP address"),
+        (
+            {"inference": {"port": 65535, "replicas": 2}},
+            "inference.port is the first of 2 ports, and 65535 leaves only 1. Set it to 65534",
+        ),
+        (
+            {
+                "rollout_transport": {"type": "zmq", "port": 65534},
+                "trainer": {"num_ranks": 4, "device": "cpu"},
+            },
+            "rollout_transport.port is the first of 4 ports, and 65534 leaves only 2.",
+        ),
+        (
+            {
+                "rollout_transport": {"type": "zmq", "port": 5002},
+                "inference": {"port": 5000, "replicas": 3},
+            },
+            "rollout_transport.port: port 5002 is that of inference.port too",
+        ),
+    ],
+)
+def test_a_limit_that_the_docs_state_is_refused_before_the_start(tables, says):
+    with pytest.raises(ConfigError) as caught:
+        check(config(**tables))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"address": ["10.0.0.1:5000"]},
+        {"address": ["http://10.0.0.1:5000"]},
+        {"address": ["tcp://10.0.0.1"]},
+        {"address": ["tcp://10.0.0.1:0"]},
+        {"address": ["tcp://10.0.0.1:99999"]},
+        {"address": ["tcp://10.0.0.1:5000", "tcp://10.0.0.1:5000"]},
+        {"address": ["tcp://10.0.0.1:5000"], "env_workers": "auto"},
+        {"harness": {"max_turns": 3}},
+        {"harness": {"id": "in-procss"}},
+    ],
+)
+def test_what_an_env_cannot_have_is_refused_before_the_start(env):
+    key = next(iter(env))
+    text = f"{key}|env_workers"
+    with pytest.raises(ConfigError, match=rf"orchestrator\.train\.env.*({text})"):
+        check(config({"train": {"env": [{"id": "reverse-text", "name": "a"} | env]}}))
+
+
+def test_addresses_of_servers_may_be_names_and_ipv6():
+    addresses = ["tcp://node-1.cluster:5000", "tcp://[fe80::1]:5001", "tcp://10.0.0.1:65535"]
+    check(config({"train": {"env": [{"id": "reverse-text", "name": "a", "address": addresses}]}}))
+
+
+def test_a_frozen_models_key_that_is_not_set_is_refused_before_the_start(monkeypatch):
+    model = FROZEN | {"api_key_var": "KEY_OF_A_TEACHER"}
+    table = {"algo": {"type": "sft", "sampling": {"source": model}}}
+    assert "api_key_var is 'KEY_OF_A_TEACHER', and the environment has no such" in refusal(table)
+    assert "env 'a': algo.teacher: api_key_var is 'KEY_OF_A_TEACHER'" in refusal(
+        {"algo": {"type": "opd", "teacher": model}}
+    )
+    monkeypatch.setenv("KEY_OF_A_TEACHER", "x")
+    check(config(table))

@@ -22,9 +22,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from prime_rl.rundir.attempts import identity
 from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID, STORE
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.scratch import Scratch
+from prime_rl.rundir.status import Status
 
 TICK_SECONDS = 0.1
 LINGER_SECONDS = 600.0
@@ -33,6 +35,7 @@ only free their memory and close their files."""
 GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL."""
 MODULE = "prime_rl.trainer"
+FAILED = "failed"
 ENDED = 128 + signal.SIGTERM
 """Exit code of an agent that was asked to end before its ranks were done."""
 
@@ -52,9 +55,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.ranks} ranks do not divide over {options.nodes} nodes")
     exit_with_parent()
     os.environ[PARENT_PID] = str(os.getpid())  # of the ranks
-    if options.nodes == 1:
-        return run_here(options.run_dir, options.ranks)
-    return run_torchrun(options)
+    try:
+        if options.nodes == 1:
+            return run_here(options.run_dir, options.ranks)
+        return run_torchrun(options)
+    except Exception as error:
+        _report_failure(options.run_dir, error)
+        raise
+
+
+def _report_failure(run_dir: Path, error: Exception) -> None:
+    """Say what was wrong, as the trainer does, so that the run does not try the same again. What a
+    rank has said stays: torchrun's own error only counts ranks."""
+    ours = identity(os.environ)
+    of_ranks = type(error).__name__ in ("ChildFailedError", "SignalException")
+    if ours is None or of_ranks:
+        return
+    reasons = [error]
+    while isinstance(reasons[-1].__cause__, Exception):
+        reasons.append(reasons[-1].__cause__)
+    text = ": ".join(f"{type(each).__name__}: {each}" for each in reasons)
+    said = f"the ranks of this machine could not start: {text}"
+    Status(run_dir / "status" / f"{ours[1]}.json").report(FAILED, error=said)
 
 
 def run_torchrun(options: argparse.Namespace) -> int:

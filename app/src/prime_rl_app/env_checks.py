@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 from prime_rl import Algorithm
 from prime_rl.config.contract import FrozenModel
@@ -338,16 +341,34 @@ def check_tasksets(config: RunConfig, algorithms: Iterable[tuple[EnvConfig, Algo
             where = f"orchestrator.{label}.env.{number}"
             check_taskset(env.id, f"{where}.id", env.args)
             _check_found_by_all("tasksets", env.id, f"{where}.id")
-            harness = (env.harness or {}).get("id", "")
-            _check_found_by_all("harnesses", str(harness), f"{where}.harness.id")
+            if env.harness is not None:
+                _check_harness(env.harness, f"{where}.harness")
 
-        harness = (table.harness or {}).get("id", "")
-        _check_found_by_all("harnesses", str(harness), f"orchestrator.{label}.harness.id")
+        # Whether it is installed matters only to an env that brings none.
+        default = (table.harness or {}).get("id", "")
+        _check_found_by_all("harnesses", str(default), f"orchestrator.{label}.harness.id")
 
     for env, algorithm in algorithms:
         if type(algorithm).check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
             algorithm.check_agents(env.label, find_agents(known))
+
+
+def _check_harness(table: Mapping[str, Any], where: str) -> None:
+    """Refuse a harness without an id, and one that no module can be."""
+    name = table.get("id")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f'{where}: expected a table with the id of a harness, such as {{ id = "in-process" }}, '
+            f"got {dict(table)!r}"
+        )
+    module = module_of(name)
+    shipped = shipped_by_verifiers("harnesses")
+    if module not in shipped and not (module.isidentifier() and find_spec(module)):
+        close = difflib.get_close_matches(module, {*shipped, "in_process"}, n=1, cutoff=0.8)
+        hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
+        raise ConfigError(f"{where}.id: no harness {name!r}: there is no module {module!r}. {hint}")
+    _check_found_by_all("harnesses", name, f"{where}.id")
 
 
 def _check_found_by_all(kind: str, component: str, where: str) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl import Algorithm, Engine, PluginConfig
+from prime_rl.config.contract import FrozenModel
 from prime_rl.config.orchestrator import EnvConfig
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import FILES, RunConfig
 from prime_rl.entries import installed_entries, names_of
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
@@ -57,6 +58,8 @@ from prime_rl_app.env_checks import (
 )
 from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_ranks
 from prime_rl_app.models import build_model_maker, model_path
+
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +168,7 @@ def check(config: RunConfig, resume: str | None = None) -> Resolved:
         (check_engine, resolved),
         (_check_deployment, resolved),
         (_check_broadcast, resolved),
+        (_check_keys, resolved),
         (make_observers, train.settings, trainer),
         (make_kernel, train, trainer),
         (lambda: resolved.optimizer,),
@@ -247,7 +251,7 @@ def _check_deployment(resolved: Resolved) -> None:
         )
 
     gpus = resolved.gpus
-    num_ranks(config, gpus)
+    _check_ports(resolved, num_ranks(config, gpus))
     if config.inference.base_url is not None:
         return
     engine = resolved.engine
@@ -258,6 +262,56 @@ def _check_deployment(resolved: Resolved) -> None:
             f"is {engine.dtype!r}: the engine would serve weights of less precision than it "
             "computes in. Set both to 'bfloat16', or leave publish_dtype out."
         )
+
+
+def _check_ports(resolved: Resolved, ranks: int) -> None:
+    """Fixed ports exist, and on one machine no two processes are to listen at the same."""
+    config = resolved.config
+    wire = config.rollout_transport
+    engines = 0 if config.inference.base_url is not None else resolved.num_engines
+    wire_ports = 0 if wire.type == FILES else ranks
+    taken: dict[int, str] = {}
+    for key, first, number in (
+        ("inference.port", config.inference.port, engines),
+        ("rollout_transport.port", wire.port, wire_ports),
+    ):
+        if first is None or not number:
+            continue
+        last = first + number - 1
+        if last > LAST_PORT:
+            raise ConfigError(
+                f"{key} is the first of {number} ports, and {first} leaves only "
+                f"{LAST_PORT - first + 1}. Set it to {LAST_PORT - number + 1} or less, or leave it "
+                "out."
+            )
+        for port in range(first, last + 1):
+            if port in taken and not resolved.launcher.is_remote:
+                raise ConfigError(
+                    f"{key}: port {port} is that of {taken[port]} too, which takes the ports "
+                    "that follow its first. Move one of them, or leave one out."
+                )
+            taken[port] = key
+
+
+def _check_keys(resolved: Resolved) -> None:
+    """The keys of frozen models are in the environment, if their processes inherit ours."""
+    if resolved.launcher.is_remote:
+        return
+    config = resolved.config
+    models = {"orchestrator.initial": config.orchestrator.initial}
+    for env, algorithm in resolved.algorithms():
+        algo = env.algo or config.orchestrator.algo
+        where = f"env {env.label!r}: algo"
+        models[f"{where}.sampling.source"] = algo.sampling.source  # type: ignore[assignment]
+        models |= {f"{where}.{name}": value for name, value in algorithm.config}
+
+    for where, model in models.items():
+        variable = model.api_key_var if isinstance(model, FrozenModel) else None
+        if variable is not None and not os.environ.get(variable):
+            raise ConfigError(
+                f"{where}: api_key_var is {variable!r}, and the environment has no such variable, "
+                "or an empty one. Export it, or leave api_key_var out if the endpoint needs no key."
+            )
 
 
 def _check_broadcast(resolved: Resolved) -> None:

@@ -136,8 +136,10 @@ class Attempts:
         launcher = self._launcher
         run_dir = self._run_dir
         reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
-        for left in (STOP, *reports):  # of the attempt before: they say that it was done
-            (run_dir / left).unlink(missing_ok=True)
+        agents = (run_dir / "status").glob("trainer_*.json")
+        # Of the attempt before: they say that it was done, or why it failed.
+        for left in (run_dir / STOP, *(run_dir / report for report in reports), *agents):
+            left.unlink(missing_ok=True)
         layout = lay_out(self._resolved, checkpoint, self.engines)
         self.engines = layout.engines
         self.layout = layout

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from prime_rl.config.base import Settings
+from prime_rl.config.base import Settings, VariableName
 
 _SET_ELSEWHERE = {
     "temperature": "set sampling.temperature",
@@ -112,7 +112,7 @@ class FrozenModel(Settings):
     """The model's name at the endpoint (``served_model_name``)."""
     base_url: tuple[str, ...]
     """One URL or a list of replicas, each ending in ``/v1``; a group's requests go to one."""
-    api_key_var: str | None = None
+    api_key_var: VariableName | None = None
     """Environment variable with the bearer key. None: no key."""
     max_concurrency: PositiveInt = 32
     """Scoring requests in flight, over all replicas."""

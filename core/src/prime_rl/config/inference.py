@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import Settings
+from prime_rl.config.base import HostName, Settings, VariableName
 
 STARTS_ENGINES = ["engine", "host", "port", "python", "replicas", "max_restarts", "hang_timeout"]
 """Keys about engines that the run starts: unused with ``base_url``."""
@@ -48,7 +48,7 @@ class InferenceConfig(Settings):
 
     engine: str = ""
     """Name of an installed engine. Needed unless ``base_url`` is set."""
-    host: str = "127.0.0.1"
+    host: HostName = "127.0.0.1"
     """Address the server binds; by default loopback only."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the first replica; the others follow. None: free ports."""
@@ -65,7 +65,7 @@ class InferenceConfig(Settings):
     )
     """One or more URLs of running engines: the run starts none. They must serve the model under
     ``model.name``, and see the run directory and the model's folder."""
-    admin_key_var: str = "PRIME_RL_ADMIN_KEY"
+    admin_key_var: VariableName = "PRIME_RL_ADMIN_KEY"
     """Environment variable with the key of the admin routes of ``base_url``."""
     python: str | None = None
     """Interpreter of an engine with an environment of its own, relative to the working directory:

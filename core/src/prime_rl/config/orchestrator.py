@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     Discriminator,
     Field,
     NonNegativeInt,
@@ -16,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings
+from prime_rl.config.base import PluginTable, Settings, VariableName
 from prime_rl.config.contract import FrozenModel, SamplingConfig
 
 
@@ -79,6 +81,12 @@ class FilterConfig(PluginTable):
     """False: only count what it would drop."""
 
 
+def _top_k(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("expected 1 or more, or -1 for all tokens")
+    return value
+
+
 class EvalSamplingConfig(Settings):
     """How held-out rollouts are sampled. None: the engine's default."""
 
@@ -86,7 +94,7 @@ class EvalSamplingConfig(Settings):
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample from the likeliest tokens with this total probability."""
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
     """Sample from this many likeliest tokens. -1: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Drop tokens below this fraction of the likeliest token's probability."""
@@ -100,6 +108,8 @@ NAME = r"\w[\w.+=@: -]*"
 """Names that can be a folder's: they have no separator, and do not start with a dot."""
 
 
+ADDRESS = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:.%]+\]):(?P<port>[0-9]{1,5})")
+"""Of a server of an environment."""
 EnvWorkers = NonNegativeInt | Literal["auto"]
 
 
@@ -126,6 +136,26 @@ class SourceConfig(Settings):
     """None: ``orchestrator.env_workers``."""
     address: tuple[str, ...] = ()
     """Running env servers (``tcp://HOST:PORT``), in place of workers of the run."""
+
+    @field_validator("address")
+    @classmethod
+    def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            match = ADDRESS.fullmatch(address)
+            if match is None or not 1 <= int(match["port"]) <= 65535:
+                raise ValueError(f"expected tcp://HOST:PORT of serve-env, got {address!r}")
+        if len({*addresses}) < len(addresses):
+            raise ValueError("names a server twice")
+        return addresses
+
+    @model_validator(mode="after")
+    def _workers_are_of_the_run(self) -> Self:
+        if self.address and self.env_workers is not None:
+            raise ValueError(
+                f"address names servers that run already, and env_workers = {self.env_workers!r} "
+                "asks for workers of the run. Leave one of them out."
+            )
+        return self
 
     @property
     def label(self) -> str:
@@ -224,7 +254,7 @@ class WorkersConfig(Settings):
     """Seconds for which a worker may load its environment. One that ends is replaced at once."""
     max_memory: PositiveFloat | None = None
     """GiB that a worker may have. None: half of the machine's, over the env's workers."""
-    pass_env: tuple[str, ...] = ()
+    pass_env: tuple[VariableName, ...] = ()
     """More environment variables that the workers get, such as a judge's key."""
 
 

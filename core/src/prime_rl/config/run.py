@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings
+from prime_rl.config.base import HostName, PluginTable, Settings, VariableName
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
@@ -36,7 +36,7 @@ class TransportConfig(Settings):
     type: Literal["zmq", "filesystem"] = "filesystem"
     """``filesystem``: as files in the run directory. ``zmq``: over sockets, the default of
     ``prime-rl``."""
-    host: str = "127.0.0.1"
+    host: HostName = "127.0.0.1"
     """Address the orchestrator binds and the trainer connects to."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """None: a free port is chosen."""
@@ -90,7 +90,7 @@ class DeploymentConfig(Settings):
     the others if ``inference_gpus`` is set or the engines run elsewhere."""
     trainer_nodes: PositiveInt = 1
     """Machines the trainer's ranks are spread over; the launcher must support that many."""
-    pass_env: tuple[str, ...] = ()
+    pass_env: tuple[VariableName, ...] = ()
     """More environment variables that engines and trainer inherit. They get paths, locale, proxies
     and the settings of their libraries (``CUDA_``, ``NCCL_``, ``TORCH_``, ``VLLM_``, ``HF_`` ...),
     and nothing that is called a key, token, secret or password."""
@@ -115,6 +115,15 @@ class CkptConfig(Settings):
     """A held-out metric, ``eval/ENV/NAME``: the checkpoint with its highest value stays too, and
     ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples. An
     evaluation that lacks it is skipped with a warning."""
+
+    @model_validator(mode="after")
+    def _best_is_a_checkpoint(self) -> CkptConfig:
+        if self.best is not None and not self.enabled:
+            raise ValueError(
+                "best keeps the best checkpoint, and enabled is false, so there is none. Leave one "
+                "of them out."
+            )
+        return self
 
     def is_due(self, step: int, last_step: int, since: float = 0.0) -> bool:
         """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint;

@@ -71,6 +71,16 @@ class SchedulerConfig(Settings):
                 f"take {warmup + decay} steps, max_steps is {max_steps}. Shorten one of them."
             )
 
+        for name, value, types in (
+            ("decay_steps", self.decay_steps, ("linear",)),
+            ("min_lr", self.min_lr, ("linear", "cosine")),
+        ):
+            if value and self.type not in types:
+                raise ConfigError(
+                    f"trainer.scheduler.{name} is {value:g}, and no schedule {self.type!r} reads "
+                    f"it, only {' and '.join(types)}. Leave it out, or set trainer.scheduler.type."
+                )
+
         if self.min_lr > peak:
             raise ConfigError(
                 f"trainer.scheduler.min_lr is {self.min_lr}, expected at most optim.lr {peak}"
@@ -208,6 +218,15 @@ class TrainerConfig(PluginTable):
     def _replicas_divide_ranks(self) -> TrainerConfig:
         if self.num_ranks is not None:
             self.check_ranks(self.num_ranks)
+        return self
+
+    @model_validator(mode="after")
+    def _bfloat16_needs_the_fused_head(self) -> TrainerConfig:
+        if self.fused_lm_head is False and self.dtype == "bfloat16":
+            raise ConfigError(
+                "trainer.fused_lm_head is false, and it is always on with trainer.dtype = "
+                "'bfloat16', where a separate head would round its logits. Leave one of them out."
+            )
         return self
 
     def check_ranks(self, num_ranks: int) -> None:
