@@ -47,6 +47,8 @@ def test_without_a_proxy_nothing_changes():
         ("HTTP_PROXY", "http://proxy:port", "expected http://HOST:PORT"),
         ("HTTPS_PROXY", "http://", "expected http://HOST:PORT"),
         ("HTTPS_PROXY", "http://[::1", "expected http://HOST:PORT"),
+        ("All_Proxy", "socks4a://proxy:1080", "expected a proxy of http, https or socks5"),
+        ("WS_PROXY", "http://proxy:99999", "expected http://HOST:PORT"),
     ],
 )
 def test_a_proxy_that_no_client_can_use_is_left_out_with_its_reason(name, value, why, monkeypatch):
@@ -64,6 +66,12 @@ def test_a_proxy_that_can_be_used_stays(monkeypatch):
     assert environ.items() >= before.items()
     assert environ["no_proxy"] == environ["NO_PROXY"] == "localhost,127.0.0.1,::1"
     client_of(environ, monkeypatch)
+
+
+def test_a_proxy_in_any_case_is_not_asked_for_this_machine():
+    environ = {"Http_Proxy": "http://proxy:3128"}
+    assert settle(environ) == []
+    assert environ["no_proxy"] == "localhost,127.0.0.1,::1"
 
 
 def test_a_range_is_kept_and_its_hosts_are_excepted(monkeypatch):

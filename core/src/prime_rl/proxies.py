@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 LOCAL = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_READ = {*PROXIES, "WS_PROXY", "WSS_PROXY"}
+"""What clients read, in any case: ``All_Proxy`` counts."""
 NO_PROXY = "NO_PROXY"
 _PROXY = re.compile(
     r"((?P<scheme>[a-z][a-z0-9]*)://)?([!-.0-?A-Z^-~]*@)?"  # user and password
@@ -29,13 +31,14 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
     also those of ``urls`` that a range in ``NO_PROXY`` has, because clients ignore ranges. Returns
     a line about each part that is not used."""
     notices = []
-    for name in [*PROXIES, *map(str.lower, PROXIES)]:
+    names = [name for name in environ if name.upper() in _READ]
+    for name in names:
         if environ.get(name) and (why := _fault(environ[name])):
             del environ[name]
             notices.append(f"{name} is not used: {why}")
 
     given = environ.get("no_proxy") or environ.get(NO_PROXY) or ""
-    has_proxy = any(environ.get(name) for name in (*PROXIES, *map(str.lower, PROXIES)))
+    has_proxy = any(environ.get(name) for name in names)
     if not given and not has_proxy:
         return notices
 

@@ -353,6 +353,20 @@ async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there, frozen)
     assert rollout.samples[0].loss_mask.tolist() == [True, False]
 
 
+async def test_a_reply_that_the_policy_could_not_have_written_costs_its_rollout(there, frozen):
+    """A thought where the renderer has none, for example: the frozen model's text decides."""
+
+    class Refusing(FakeHost):
+        def supervised_samples(self, messages, tools=None):
+            raise ConfigError("message 1 could not be sampled in a rollout")
+
+    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    reply = RolloutResult(ok=True, reward=1.0, trace=trace_of(message))
+    source, _ = frozen(there, reply, client="chat", rendering=Refusing)
+    with pytest.raises(RolloutFailed, match="cannot be tokenized: ConfigError: message 1 could"):
+        await source.produce(ASK)
+
+
 async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there, frozen):
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
     reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))

@@ -114,6 +114,7 @@ def test_a_client_that_disconnects_from_a_stream_frees_its_slot(
         ({"response_format": {"type": "json_object"}}, "does not constrain its output"),
         ({"tools": [LOOKUP]}, "tools has 1 entries; this route parses no tool calls"),
         ({"tools": [LOOKUP], "stream": True}, "this route parses no tool calls"),
+        ({"functions": [LOOKUP["function"]]}, "functions has 1 entries; this route parses no too"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
         ({"stop": ""}, "empty string"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),

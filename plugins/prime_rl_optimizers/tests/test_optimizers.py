@@ -46,6 +46,15 @@ def test_sgd_with_momentum_by_hand() -> None:
     assert parameter.tolist() == pytest.approx([1.6 * 0.95 - 0.1 * (1.5 + 3)])
 
 
+def test_sgd_leaves_a_weight_without_a_gradient_alone() -> None:
+    used = nn.Parameter(torch.tensor([2.0]))
+    unused = nn.Parameter(torch.tensor([2.0]))
+    optimizer = SgdMaker(SgdConfig()).make(nn.ParameterList([used, unused]), 0.1, 0.5)
+    used.grad = torch.tensor([0.0])
+    optimizer.step()
+    assert (used.tolist(), unused.tolist()) == (pytest.approx([2 * 0.95]), [2.0])
+
+
 def test_nesterov_steps_along_the_gradient_and_the_momentum_to_come() -> None:
     parameter = nn.Parameter(torch.tensor([0.0]))
     maker = SgdMaker(SgdConfig(momentum=0.5, nesterov=True))

@@ -59,7 +59,18 @@ _SHAPING_PARTS = (
     ),
     *("penalty", "logit", "bias", "beam", "min_tokens", "min_new_tokens", "bad_words", "banned"),
     *("allowed", "forced", "suppress", "no_repeat", "repetition_", "do_sample", "greedy"),
-    *("guided", "structured", "grammar", "regex", "schema", "ebnf", "constrain"),
+    *(
+        "guided",
+        "structured",
+        "structural",
+        "lora",
+        "stop_",
+        "grammar",
+        "regex",
+        "schema",
+        "ebnf",
+        "constrain",
+    ),
     *("budget", "truncate", "continue_final", "add_generation_prompt", "prefill"),
 )
 """A key with such a part shapes the distribution, or its condition, in some engine."""

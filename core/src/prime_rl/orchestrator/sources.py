@@ -193,7 +193,13 @@ class SampledFrozen(Sampled):
             )
 
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
-        samples = self._rendering().supervised_samples(result.wire_messages)
+        rendering = self._rendering()
+        try:
+            samples = rendering.supervised_samples(result.wire_messages)
+        except Exception as error:  # the model's text decides: a thought where none may be
+            reason = f"the conversation cannot be tokenized: {type(error).__name__}: {error}"
+            raise RolloutFailed(failed(BAD_RESULT, reason)) from error
+
         if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
             last = samples[-1]
             last.loss_mask[np.flatnonzero(last.loss_mask)[-1:]] = False

@@ -36,6 +36,8 @@ class ChatBody(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    functions: list[dict[str, Any]] | None = None
+    """The older name of ``tools``."""
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
@@ -62,9 +64,11 @@ class Chat:
                 "leave response_format out, and ask for the format in the prompt"
             )
 
-        if body.tools:
+        name = "tools" if body.tools else "functions"
+        tools = body.tools or body.functions
+        if tools:
             raise RequestError(
-                f"tools has {len(body.tools)} entries; this route parses no tool calls, so every "
+                f"{name} has {len(tools)} entries; this route parses no tool calls, so every "
                 "call of the model would be lost as text. Evaluate with the renderer of a run "
                 "(prime-rl eval RUN_DIR --base-url ...), or send tokens to /inference/v1/generate "
                 "and parse the reply with the model's renderer"
