@@ -32,6 +32,7 @@ from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.rundir.rows import parse_row, whole_lines
 from prime_rl.rundir.status import replace_text
 
 LATEST = "latest"
@@ -196,10 +197,10 @@ def _cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+    for line in whole_lines(path.read_bytes()):
+        with suppress(ValueError, RecursionError):
+            if parse_row(line)["step"] <= step:
+                kept.append(line + b"\n")
     replace_text(path, b"".join(kept).decode(errors="replace"))
 
 

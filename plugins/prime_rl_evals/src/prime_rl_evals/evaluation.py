@@ -26,7 +26,7 @@ from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
 from prime_rl.env.episode import RolloutResult
-from prime_rl.rundir.status import read_rows
+from prime_rl.rundir.rows import read_rows
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
