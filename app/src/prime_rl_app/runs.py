@@ -34,6 +34,8 @@ UNKNOWN = "unknown"
 LATEST = "latest"
 """Instead of a run's name: the newest run."""
 
+TAIL_BYTES = 1 << 18
+"""How much of the end of ``metrics.jsonl`` is searched for the last batch."""
 POLL_SECONDS = 0.1
 NOTEBOOK_SECONDS = 20.0
 """A supervisor that lives on for this long after its run is a notebook, and stays."""
@@ -110,7 +112,7 @@ def last_batch(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading(path):
-        for line in reversed(last_lines(path)):
+        for line in reversed(last_lines(path, TAIL_BYTES)):
             row = msgspec.json.decode(line, type=dict[str, Any])
             if "progress/total_tokens" in row:
                 msgspec.convert(row, _Batch)
