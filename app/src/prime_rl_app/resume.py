@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from prime_rl.config.removed import without_removed
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, NoCheckpoint
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
@@ -80,7 +81,7 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: Optimiz
     try:
         progress = json.loads(checkpoint.progress.read_text())
         msgspec.convert(progress, _Progress)
-        before = progress["config"]
+        before = without_removed(progress["config"])
         plugins = progress["plugins"]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
