@@ -17,7 +17,7 @@ from typing import Any
 STAGES = {
     "prime_rl.trainer.model": ["load_model"],
     "prime_rl_embedded.model": ["load_model"],
-    "prime_rl.trainer.loop": ["find_packing"],  # where it would compile
+    "prime_rl.trainer.state": ["find_packing"],  # where it would compile
     "prime_rl.trainer.update": ["BatchUpdate.run"],
     "prime_rl.trainer.published": ["_put"],
     "prime_rl.trainer.publish": ["export"],

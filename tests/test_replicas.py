@@ -16,6 +16,7 @@ import pytest
 import warm
 from waiting import LIMIT, eventually
 
+from prime_rl.plugins.status import read_status
 from prime_rl.weights.versions import has_files
 from prime_rl_app.rollouts import read_rollouts
 
@@ -151,7 +152,9 @@ def test_a_run_over_an_engine_that_runs_elsewhere(start: Start, tmp_path: Path) 
     finish(start(*words, "--orchestrator.eval.skip_first_step", "true"))
     run_dir = tmp_path / "run"
     assert not (run_dir / "status" / "inference.json").exists()
-    assert status_of(run_dir, "engines")["detail"] == {url.removesuffix("/v1"): "version 2"}
+    engines = read_status(run_dir / "status" / "engines.json")
+    assert engines is not None
+    assert engines.detail == {url.removesuffix("/v1"): "version 2"}
     assert rows(run_dir, "mismatch_kl/all/mean")[1] < 1e-5  # with other weights, about 0.1
     check_tokens(run_dir, 2)
 

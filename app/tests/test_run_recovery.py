@@ -14,6 +14,7 @@ from waiting import Clock, eventually, exists
 from prime_rl import RunError
 from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
+from prime_rl.plugins.status import EngineFacts, Facts
 from prime_rl.rundir.attempts import ORCHESTRATOR, PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
 from prime_rl.rundir.directory import new_attempt
@@ -153,14 +154,22 @@ def test_a_silent_process_that_reads_a_large_model_is_not_taken_for_dead(spawn, 
     assert found[1].startswith("has given no sign of life for 30 s")
 
 
+FOR_BATCH = Facts(waits_for="orchestrator")
+
+
+def serving(*versions):
+    engines = [EngineFacts(version=version, has_served=True) for version in versions]
+    return Facts(engines={f"inference_{n}": each for n, each in enumerate(engines)})
+
+
 def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_path):
     """Else trainer and orchestrator wait for each other for ever, and both give signs of life."""
     clock, trainer = Clock(), spawn(FOREVER, "trainer")
     (tmp_path / "status").mkdir()
     engines = Status(tmp_path / "status" / "engines.json")
-    engines.report("2 of 2 serve", inference="version 4", inference_1="version 3")
+    engines.report("2 of 2 serve", facts=serving(4, 3))
     status = Status(tmp_path / "status" / "trainer.json")
-    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0, announced=5.0)
+    status.report("waiting", facts=FOR_BATCH, step=6.0, announced=5.0)
     version = tmp_path / "broadcasts" / "step_5"
     version.mkdir(parents=True)
     (version / "STABLE").touch()
@@ -177,9 +186,9 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     (version / "STABLE").unlink()
     version.rmdir()
     assert look(8) is None
-    engines.report("2 of 2 serve", inference="version 5", inference_1="version 4")
+    engines.report("2 of 2 serve", facts=serving(5, 4))
     assert look(30) is None  # loaded: the version is needed no longer
-    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0, announced=6.0)
+    status.report("waiting", facts=FOR_BATCH, step=7.0, announced=6.0)
     process, why = look(30)
     assert process is trainer
     assert why == (
@@ -195,18 +204,18 @@ def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_pa
     "waits",
     [
         # The version of the step before is being written, or will be.
-        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": 4.0},
+        {"state": "waiting", "facts": FOR_BATCH, "announced": 4.0},
         {"state": "writing weights version 5", "waiting_for": "disk", "announced": 4.0},
         # Resumed after step 5: an engine that was kept loads the checkpoint's weights.
-        {"state": "waiting", "waiting_for": "orchestrator (batch 6)", "announced": -1.0},
+        {"state": "waiting", "facts": FOR_BATCH, "announced": -1.0},
         # Nothing says what it has announced.
-        {"state": "waiting", "waiting_for": "orchestrator (batch 6)"},
+        {"state": "waiting", "facts": FOR_BATCH},
     ],
 )
 def test_weights_that_were_not_announced_are_not_gone(spawn, tmp_path, waits):
     clock, trainer = Clock(), spawn(FOREVER, "trainer")
     (tmp_path / "status").mkdir()
-    Status(tmp_path / "status" / "engines.json").report("1 of 1 serve", inference="version 4")
+    Status(tmp_path / "status" / "engines.json").report("1 of 1 serve", facts=serving(4))
     Status(tmp_path / "status" / "trainer.json").report(**waits, step=6.0)
     liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
     for _ in range(1500):

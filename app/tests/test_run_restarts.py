@@ -15,7 +15,7 @@ from prime_rl.inference.engine import EngineState
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import report_engines
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.plugins.status import read_status
+from prime_rl.plugins.status import EngineFacts, Facts, read_status
 from prime_rl.rundir.machine import free_ports
 from prime_rl.rundir.status import Status
 from prime_rl.weights.versions import Weights
@@ -52,6 +52,18 @@ def command(*argv):
     return ProcessCommand(argv, Path("log"))
 
 
+def serving(version):
+    return EngineFacts(version=version, has_served=True)
+
+
+def silent(number):
+    return EngineFacts(has_served=True, silence=number)
+
+
+def report(status, **engines):
+    status.report("as the orchestrator writes it", facts=Facts(engines=engines))
+
+
 def begin(restarts, task, command):
     restarts.add(task, command)
     return restarts._launcher.start(task, command)
@@ -78,7 +90,7 @@ def run(tmp_path):
         begin(restarts, Task("trainer", "trainer"), command("t")),
     ]
     status = Status(tmp_path / "status" / "engines.json")
-    status.report("2 of 2 serve", inference="version 3", inference_1="version 3")
+    report(status, inference=serving(3), inference_1=serving(3))
     restarts._launcher.started.clear()
     return restarts, processes, printed, status
 
@@ -133,15 +145,16 @@ def test_the_engine_of_the_first_weights_is_restarted_too_and_never_dropped(run)
 
 def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
     restarts, processes, printed, status = run
-    for how in ("hung (1)", "hung (1)", "starting", "away", "hung (2)", "hung (2)"):
-        status.report("1 of 2 serve", inference="version 4", inference_1=how)
+    away = EngineFacts(has_served=True)
+    for how in (silent(1), silent(1), EngineFacts(), away, silent(2), silent(2)):
+        report(status, inference=serving(4), inference_1=how)
         restart(restarts, processes)
     assert restarts._launcher.started == [("inference_1", ("b",))] * 2
     assert printed == [
         "inference_1 answers nothing: starting it again (1 of 2 times)",
         "inference_1 answers nothing: starting it again (2 of 2 times)",
     ]
-    status.report("1 of 2 serve", inference="version 4", inference_1="hung (3)")
+    report(status, inference=serving(4), inference_1=silent(3))
     restart(restarts, processes)
     assert printed[2:] == ["inference_1 answers nothing: going on without it"]
     assert restarts._launcher.ended == ["inference_1", "inference_1"]
@@ -150,7 +163,7 @@ def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
 
 def test_a_stale_report_does_not_end_the_restarted_engine(run):
     restarts, processes, printed, status = run
-    status.report("1 of 2 serve", inference="version 4", inference_1="hung (1)")
+    report(status, inference=serving(4), inference_1=silent(1))
     processes[1].code = 1
     for _ in range(3):
         restart(restarts, processes)
@@ -161,7 +174,7 @@ def test_the_last_engine_that_hangs_past_its_limit_is_kept(run):
     restarts, processes, printed, status = run
     processes.pop(0)
     for number in (1, 2, 3, 3):
-        status.report("0 of 1 serve", inference_1=f"hung ({number})")
+        report(status, inference_1=silent(number))
         restart(restarts, processes)
     assert len(printed) == 2
     assert [process.name for process in processes] == ["inference_1", "trainer"]
@@ -169,7 +182,7 @@ def test_the_last_engine_that_hangs_past_its_limit_is_kept(run):
 
 def test_an_engine_that_exits_before_it_has_served_is_restarted_once_beside_another(run):
     restarts, processes, printed, status = run
-    status.report("1 of 2 serve", inference="version 0", inference_1="starting")
+    report(status, inference=serving(0), inference_1=EngineFacts())
     for _ in range(2):
         processes[1].code = 1
         restart(restarts, processes)
@@ -200,7 +213,7 @@ def test_pauses_grow_and_a_newer_version_gives_all_restarts_back(run):
         restart(restarts, processes)
         assert restarts._launcher.clock.now - before == pauses
     assert restarts._launcher.ended == ["inference_1"]  # its children do not outlive a pause
-    status.report("2 of 2 serve", inference="version 4", inference_1="version 4")
+    report(status, inference=serving(4), inference_1=serving(4))
     processes[1].code = 1
     restart(restarts, processes)
     assert printed[-1].endswith("(1 of 2 times)")

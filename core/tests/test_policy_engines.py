@@ -1,7 +1,6 @@
 """Episodes and scores of the live policy: at the engine that has the group, else at another."""
 
 import asyncio
-import json
 from functools import partial
 
 import pytest
@@ -13,7 +12,9 @@ from prime_rl import EngineError
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
 from prime_rl.inference.scorer import PromptScorer
-from prime_rl.orchestrator.engines import EngineRouter, report_engines
+from prime_rl.orchestrator.engines import report_engines
+from prime_rl.orchestrator.router import EngineRouter
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.status import Status
 
 GOOD = RolloutResult(ok=True, reward=1.0)
@@ -128,8 +129,8 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
     engines = Engine(), Engine()
 
     def reported():
-        report = json.loads((tmp_path / "status" / "engines.json").read_text())
-        return report["state"], report["waiting_for"], report["detail"]
+        report = read_status(tmp_path / "status" / "engines.json")
+        return report.state, report.waiting_for, report.detail
 
     async with fleet_of(*engines, ready=False) as fleet:
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from prime_rl import ModelMaker
 from prime_rl.config.run import ModelSource
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.errors import ConfigError, PluginError, PrimeRLError
+from prime_rl.plugins.status import Facts
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import MODEL, bringer, collect, settings_of
 from prime_rl.rundir.launch import READY, Launch
@@ -162,7 +163,9 @@ def main() -> int:
         make(fill, Launch.read(run_dir).initial)
     except (PrimeRLError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
-        status.report("failed", error=str(error))  # said, so that the run does not try again
+        # A failure that is reported makes the run not try again.
+        facts = Facts(fault="plugin" if isinstance(error, PluginError) else None)
+        status.report("failed", facts=facts, error=str(error))
         return 1
 
     status.report(DONE, progress=1.0)

@@ -138,7 +138,6 @@ def plan(
         transport_type=transport.type,
         transport_host=wire.address or transport.host,
         transport_ports=[*ports],
-        transport_hwm=transport.hwm,
         first_step=checkpoint.step + 1 if checkpoint else 1,
         num_ranks=layout.num_ranks,
         trainer_nodes=config.deployment.trainer_nodes,

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,12 +25,10 @@ from prime_rl.rundir.checkpoints import STABLE, finished, last_trained, whole_st
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import ENGINES, last_beat
 from prime_rl.weights.versions import newest_version
+from prime_rl_app.attempts import Attempts
 from prime_rl_app.children import Child
 from prime_rl_app.logs import LogLimit
-from prime_rl_app.restarts import SERVES, Restarts
-
-if TYPE_CHECKING:
-    from prime_rl_app.supervisor import Attempts
+from prime_rl_app.restarts import Restarts
 
 LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
@@ -201,12 +198,11 @@ class Liveness:
         engines = read_status(self._run_dir / "status" / f"{ENGINES}.json")
         if trainer is None or engines is None:
             return None
-        if not str(trainer.waiting_for).startswith("orchestrator"):
+        served = engines.facts.newest_version
+        if trainer.facts.waits_for != "orchestrator" or served is None:
             return None
-        versions = [str(state).removeprefix(SERVES) for state in engines.detail.values()]
-        served = [int(version) for version in versions if version.isdecimal()]
         announced = int(trainer.detail.get("announced", -1))
-        return announced if served and max(served) < announced else None
+        return announced if served < announced else None
 
     def _is_silent(self, process: Process, passed: float) -> str:
         """Engines are watched by the orchestrator."""

@@ -6,21 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.plugins.status import STARTING, read_status
-from prime_rl.rundir.status import ENGINES, HUNG
+from prime_rl.plugins.status import EngineFacts, read_status
+from prime_rl.rundir.status import ENGINES
+from prime_rl_app.attempts import Attempts
 from prime_rl_app.children import Pause, ending
 from prime_rl_app.scaling import Placing, Scaling
 
-if TYPE_CHECKING:
-    from prime_rl_app.supervisor import Attempts
-
 REPLACE_SECONDS = 30.0
 """Until a launcher that found no place for an engine is asked again."""
-SERVES = "version "
-"""Prefix of the state of an engine that serves; the number of the version follows."""
 
 
 class Restarts:
@@ -48,8 +43,8 @@ class Restarts:
         self._used: Counter[str] = Counter()
         self._served: dict[str, int] = {}
         """Newest version of each engine that has served."""
-        self._handled: dict[str, str] = {}
-        """State of an engine when it was last restarted or given up."""
+        self._handled: dict[str, int | None] = {}
+        """The silence of an engine when it was last restarted or given up."""
         self._scaling = [Scaling(each, launcher, run_dir, tell) for each in (attempts,) if each]
 
     def add(self, task: Task, command: ProcessCommand) -> None:
@@ -61,26 +56,28 @@ class Restarts:
         """Replace each engine in the list that has died or hangs by a new process. An engine that
         has reached the limit is removed if another engine works; else it stays, so that the caller
         sees its exit code or the orchestrator waits for it."""
-        states = self._states()
+        engines = self._facts()
         gone = list[Process]()
         for place, process in [*enumerate(processes)]:
             if process.name not in self._engines:
                 continue
-            # A frozen engine has no state there. It is restarted too; the run needs it.
+            # A frozen engine is not reported. It is restarted too; the run needs it.
             name = process.name
-            state = states.get(process.name, "" if states else STARTING)
+            facts = engines.get(name)
             if isinstance(process, Pause):
                 if isinstance(process, Placing) or self._clock() >= process.until:
                     processes[place] = self._started(process)
                 continue
 
             code = process.exit_code
-            if code is None and not self._hangs(name, state):
+            if code is None and not self._is_newly_silent(name, facts):
                 continue
             limit = self._limit
             others = [each for each in processes if each is not process and each not in gone]
-            if state == STARTING and name not in self._served and (code or 0) > 0:
-                limit = min(limit, 1) if any(map(self._lives, others)) else 0
+            is_reported = facts is not None or not engines
+            if is_reported and not self._has_served(name, facts) and (code or 0) > 0:
+                # It would fail again: once more at most, and only if another one works meanwhile.
+                limit = min(limit, 1) if any(self._lives(each) for each in others) else 0
             how = f"{name} {'answers nothing' if code is None else ending(code)}"
             if self._used[name] < limit:
                 self._used[name] += 1
@@ -91,12 +88,12 @@ class Restarts:
                     processes[place] = Pause(process, self._clock() + wait)
                 else:
                     processes[place] = self._started(process)
-            elif name in states and any(self._works(other, states) for other in others):
+            elif facts is not None and any(self._works(other, engines) for other in others):
                 self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
                 gone.append(process)
 
-            self._handled[name] = state
+            self._handled[name] = None if facts is None else facts.silence
 
         processes[:] = [each for each in processes if each not in gone]
         for each in self._scaling:
@@ -117,24 +114,29 @@ class Restarts:
 
         return process if process.place is None else self._attempts.join(task, process.place)
 
-    def _states(self) -> dict[str, str]:
+    def _facts(self) -> Mapping[str, EngineFacts]:
         """Of the engines of the policy. One that serves a newer version may be restarted anew."""
         report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
-        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
-        for name, state in states.items():
-            version = state.removeprefix(SERVES)
-            if version.isdecimal() and int(version) > self._served.get(name, -1):
-                self._served[name] = int(version)
+        engines = {} if report is None else report.facts.engines
+        for name, facts in engines.items():
+            if facts.version is not None and facts.version > self._served.get(name, -1):
+                self._served[name] = facts.version
                 self._used[name] = 0
-        return states
+        return engines
 
-    def _hangs(self, name: str, state: str) -> bool:
-        return state.startswith(HUNG) and state != self._handled.get(name)
+    def _has_served(self, name: str, facts: EngineFacts | None) -> bool:
+        return name in self._served or (facts is not None and facts.has_served)
 
-    def _works(self, other: Process, states: Mapping[str, str]) -> bool:
+    def _is_newly_silent(self, name: str, facts: EngineFacts | None) -> bool:
+        """Whether it answers nothing, and was not restarted for that silence."""
+        silence = None if facts is None else facts.silence
+        return silence is not None and silence != self._handled.get(name)
+
+    def _works(self, other: Process, engines: Mapping[str, EngineFacts]) -> bool:
         """Whether the run can continue with this engine."""
-        state = states.get(other.name)
-        return state is not None and self._lives(other) and not self._hangs(other.name, state)
+        facts = engines.get(other.name)
+        silent = self._is_newly_silent(other.name, facts)
+        return facts is not None and self._lives(other) and not silent
 
     def _lives(self, other: Process) -> bool:
         running = other.exit_code is None and not isinstance(other, Pause)

@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from prime_rl.config.removed import without_removed
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, NoCheckpoint
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
@@ -32,6 +33,7 @@ from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.rundir.rows import parse_row, whole_lines
 from prime_rl.rundir.status import replace_text
 
 LATEST = "latest"
@@ -79,7 +81,7 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: Optimiz
     try:
         progress = json.loads(checkpoint.progress.read_text())
         msgspec.convert(progress, _Progress)
-        before = progress["config"]
+        before = without_removed(progress["config"])
         plugins = progress["plugins"]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
@@ -196,10 +198,10 @@ def _cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+    for line in whole_lines(path.read_bytes()):
+        with suppress(ValueError, RecursionError):
+            if parse_row(line)["step"] <= step:
+                kept.append(line + b"\n")
     replace_text(path, b"".join(kept).decode(errors="replace"))
 
 

@@ -18,6 +18,7 @@ from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.control import RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
+from prime_rl.rundir.rows import last_lines
 from prime_rl.rundir.status import DONE
 from prime_rl_app.files import reading
 
@@ -111,13 +112,7 @@ def last_batch(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading(path):
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - TAIL_BYTES)
-            file.seek(start)
-            *lines, _ = file.read().split(b"\n")  # the last is empty, or still being written
-
-        for line in reversed(lines[1:] if start else lines):  # the first is cut off by the seek
+        for line in reversed(last_lines(path, TAIL_BYTES)):
             row = msgspec.json.decode(line, type=dict[str, Any])
             if "progress/total_tokens" in row:
                 msgspec.convert(row, _Batch)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,10 +18,8 @@ from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import process_name, replace_text
+from prime_rl_app.attempts import Attempts
 from prime_rl_app.children import Pause
-
-if TYPE_CHECKING:
-    from prime_rl_app.supervisor import Attempts
 
 SCALE = "scale.json"
 """File in the run directory: the wish that was made last."""

@@ -14,38 +14,30 @@ stops the run gracefully (``control.py``), the second ends it at once.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from prime_rl.errors import ProcessFailed, RunError
-from prime_rl.plugins.launchers import Launcher, Place, Process, Task
+from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
-from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, RANK_GONE, Status, last_beat
+from prime_rl.rundir.status import DONE, last_beat
 from prime_rl_app import children
+from prime_rl_app.attempts import GUARD, Attempts, is_of
 from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
-from prime_rl_app.commands import PYTHON, Commands, Keys
-from prime_rl_app.placement import engine_url, lay_out, plan
+from prime_rl_app.commands import PYTHON
 from prime_rl_app.recovery import Recovery
 from prime_rl_app.resolve import Resolved
-from prime_rl_app.restarts import Restarts
-from prime_rl_app.resume import newest, rewind
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds without a sign of life of the trainer, after the orchestrator is done."""
-GUARD = "guard"
-"""Name of the process that ends what outlives us."""
 
 
 def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None) -> None:
@@ -56,7 +48,7 @@ def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None)
     recovery = Recovery(resolved.config, view)
     attempts = Attempts(resolved, view)
     restarts = recovery.engines(attempts, launcher)
-    attempts.restarts = restarts
+    attempts.commanded = restarts.add
     guard = Guard(view)
 
     def tend(processes: list[Process]) -> None:
@@ -113,102 +105,12 @@ class Guard:
         return children.start(GUARD, command, named, Path(os.devnull))
 
 
-class Attempts:
-    """The processes of a run. Its engines serve one attempt after the other."""
-
-    def __init__(self, resolved: Resolved, view: RunView) -> None:
-        self._resolved = resolved
-        self._config = resolved.config
-        self._view = view
-        self._launcher = resolved.launcher
-        self._run_dir = view.run_dir
-        self._places: dict[str, Place] = {}
-        self._keys = Keys.of_run(self._config, self._launcher.is_remote)
-        self.restarts: Restarts | None = None
-        """Learns how each engine is started."""
-        self.engines: tuple[Task, ...] | None = None
-        """The policy's, some of which have joined since the start; None before it."""
-        self.processes: list[Process] = []
-
-    def start(self, checkpoint: Checkpoint | None) -> None:
-        """Start at once all processes that do not run: they import in parallel and then wait for
-        each other. What the launcher waits for is printed, and written to its status."""
-        launcher = self._launcher
-        run_dir = self._run_dir
-        reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
-        agents = (run_dir / "status").glob("trainer_*.json")
-        # Of the attempt before: they say that it was done, or why it failed.
-        for left in (run_dir / STOP, *(run_dir / report for report in reports), *agents):
-            left.unlink(missing_ok=True)
-        layout = lay_out(self._resolved, checkpoint, self.engines)
-        self.engines = layout.engines
-        self.layout = layout
-        status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
-
-        def wait_for(what: str) -> None:
-            self._view.print(f"waiting for {what}")
-            status.report("placing", waiting_for=what)
-
-        kept = {process.name for process in self.processes}
-        new = [task for task in layout.tasks if task.name not in kept]
-        self._places |= launcher.place(new, run_dir, wait_for)
-        launch = plan(self._resolved, layout, self._places, checkpoint, engines_kept=bool(kept))
-        status.report(DONE)
-        launch.write(run_dir)
-        seen = run_dir.absolute() if launcher.is_remote else run_dir
-        self.commands = Commands(self._config, launch, seen, self._resolved.engine, self._keys)
-        for task in layout.tasks:
-            command = self.commands.of(task)
-            if self.restarts is not None:
-                self.restarts.add(task, command)
-            if task in new:  # one by one, so that a failure ends those that have started
-                self.processes.append(launcher.start(task, command))
-
-    def join(self, task: Task, place: Place) -> Process:
-        """Start an engine that joins the run, or returns at another place."""
-        others = [each for each in self.engines or () if each.name != task.name]
-        self.engines = (*others, task)
-        self._places[task.name] = place
-        self.announce()
-        command = self.commands.of(task)
-        if self.restarts is not None:
-            self.restarts.add(task, command)
-        return self._launcher.start(task, command)
-
-    def announce(self, elsewhere: Sequence[str] = ()) -> None:
-        """Tell the orchestrator where the policy's engines are now: the run's, else those that the
-        user runs."""
-        names = [task.name for task in self.engines or ()]
-        own = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
-        launch = self.commands.launch
-        launch = replace(launch, engine_urls=[*own, *elsewhere], engine_names=names)
-        launch.write(self._run_dir)
-        self.commands = dataclasses.replace(self.commands, launch=launch)
-
-    def go_back(self) -> Checkpoint | None:
-        """End what does not serve the next attempt, and drop what followed the newest checkpoint,
-        which is returned; None: there is none."""
-        new_attempt(self._run_dir)  # from here on the old processes write nothing
-        keep = "" if self._config.deployment.colocated else "inference"
-        running = [each for each in self.processes if not isinstance(each, Pause)]
-        self._launcher.end([each for each in running if not _is_of(keep, each)])
-        self.processes[:] = [each for each in self.processes if _is_of(keep, each)]
-        kept = {GUARD, *(process.name for process in self.processes)}
-        kill_left(self._run_dir, kept)
-        checkpoint, damaged = newest(self._run_dir)
-        for line in damaged:
-            self._view.print(line)
-        rewind(self._run_dir, 0 if checkpoint is None else checkpoint.step, kept)
-        write_config(self._run_dir, self._config)
-        return checkpoint
-
-
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
     """End the engines last: their clients would report a failure."""
     running = [each for each in processes if not isinstance(each, Pause)]
     try:
-        launcher.end([each for each in running if not _is_of("inference", each)])
-        launcher.end([each for each in running if _is_of("inference", each)])
+        launcher.end([each for each in running if not is_of("inference", each)])
+        launcher.end([each for each in running if is_of("inference", each)])
     finally:
         launcher.close()
 
@@ -228,7 +130,7 @@ def _watch(
     is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,
     and no trainer if no step was trained."""
     orchestrator = next(each for each in processes if each.name == "orchestrator")
-    awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
+    awaited = [each for each in processes if each is orchestrator or is_of("trainer", each)]
     beat: int | None = None
     deadline = 0.0
     while any(each.exit_code is None for each in awaited):
@@ -238,7 +140,7 @@ def _watch(
             process, why = found
             if isinstance(process, Child):
                 process.kill()
-            if not _is_of("inference", process):
+            if not is_of("inference", process):
                 raise _failed(process, view.run_dir, why)
 
         if not stopping:
@@ -265,10 +167,6 @@ def _watch(
     view.refresh()
 
 
-def _is_of(part: str, process: Process) -> bool:
-    return process.name.split("_")[0] == part
-
-
 def _check_alive(process: Process, run_dir: Path) -> None:
     """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
     code = process.exit_code
@@ -280,7 +178,7 @@ def _check_alive(process: Process, run_dir: Path) -> None:
         # The trainer's other nodes have no status: the first reports for all of them.
         speaks = process.name in ("model", "trainer", "orchestrator")
         is_done = report.state == DONE if report is not None else not speaks
-        if is_done and not _is_of("inference", process):  # an engine is never done
+        if is_done and not is_of("inference", process):  # an engine is never done
             return
         how += " before it was done"
 
@@ -290,16 +188,17 @@ def _check_alive(process: Process, run_dir: Path) -> None:
 def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     report = read_status(run_dir / "status" / f"{process.name}.json")
     said = str(report.detail.get("error", "")) if report is not None else ""
-    is_fault = said.startswith("plugin ")  # the log has more, but nothing more to the point
+    fault = None if report is None else report.facts.fault
+    is_fault = fault == "plugin"  # the log has more, but nothing more to the point
     lines = said.splitlines() if is_fault else process.last_lines()
     head = "More is in its log" if is_fault else "The end of its log"
     tail = "\n".join(f"    {line}" for line in lines)
     steps = whole_steps(run_dir)
     resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
     text = f"{process.name} {how}. {head} ({process.log}):\n{tail}{resume}"
-    if _is_of("inference", process):
+    if is_of("inference", process):
         return RunError(text)
-    own = "" if said.startswith(RANK_GONE) else said
-    detail = own or next(reversed(lines), "") if process.exit_code == 1 else ""
+    reason = "" if fault == "other_rank" else said
+    detail = reason or next(reversed(lines), "") if process.exit_code == 1 else ""
     cause = f"{process.name} {how}" + (f": {detail}" if detail else "")
-    return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(own))
+    return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(reason))

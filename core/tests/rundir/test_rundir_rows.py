@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prime_rl.errors import RunError
 from prime_rl.rundir.chat_template import CHOICE, read_chat_template
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import read_rows
+from prime_rl.rundir.rows import last_lines, parse_row, read_rows, whole_lines
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -37,6 +37,36 @@ def test_a_line_of_another_shape_is_named_and_left_out(tmp_path, line, caplog):
         rows = read_rows(path)
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["y"] == [3]
     assert f"{path}, line 3 is left out: " in caplog.text
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_reader_that_names_the_file_itself_gets_the_error(line):
+    with pytest.raises((ValueError, RecursionError)):
+        parse_row(line.encode())
+
+
+def test_a_line_counts_once_it_has_its_end():
+    assert whole_lines(b"") == whole_lines(b"a") == []
+    assert whole_lines(b"a\nb") == [b"a"]
+    assert whole_lines(b"a\n\nb\n") == [b"a", b"", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes", "lines"),
+    [
+        (b"", 4, []),
+        (b"no end", 3, []),
+        (b"a\nbb\nccc\n", 100, [b"a", b"bb", b"ccc"]),
+        (b"a\nbb\nccc\n", 5, [b"ccc"]),  # "b", "ccc": the first is cut off
+        (b"a\nbb\nccc\n", 7, [b"ccc"]),  # from the beginning of "bb": that is not known
+        (b"a" * 500 + b"\n" + b"b" * 90 + b"\n", 2, [b"b" * 90]),  # longer than what is read first
+        (b"a\n" + b"b" * 90, 2, [b"a"]),  # which is still being written
+    ],
+)
+def test_the_last_lines_of_a_file(tmp_path, text, num_bytes, lines):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text)
+    assert last_lines(path, num_bytes) == lines
 
 
 def test_a_file_that_does_not_exist_has_no_rows(tmp_path):

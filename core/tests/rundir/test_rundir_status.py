@@ -1,5 +1,6 @@
 """Status files, text that is replaced, and files that grow."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import pytest
 
-from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.plugins.status import EngineFacts, Facts, StatusReport, read_status
 from prime_rl.rundir.status import Status, Tail, process_name, replace_text
 
 
@@ -19,6 +20,48 @@ def test_a_status_reads_back(tmp_path):
     assert (report.state, report.progress, report.waiting_for) == ("training", 0.25, "batch 3")
     assert report.detail == {"step": 2, "note": "x"}
     assert report.pid == os.getpid() and report.time > 0
+
+
+FACTS = Facts(
+    waits_for="orchestrator",
+    engines={"inference": EngineFacts(version=3), "http://a:1": EngineFacts(silence=2)},
+    fault="plugin",
+)
+
+
+def test_the_facts_of_a_status_read_back_beside_its_texts(tmp_path):
+    path = tmp_path / "engines.json"
+    Status(path).report("waiting", facts=FACTS, inference="version 3")
+    report = read_status(path)
+    assert report.facts == FACTS and report.facts.newest_version == 3
+    assert report.detail == {"inference": "version 3"}
+    assert EngineFacts().version is Facts().newest_version is None
+
+
+def test_an_older_reader_understands_a_status_with_facts(tmp_path):
+    """It knew six fields, refused any other, and took numbers and texts as details."""
+    path = tmp_path / "trainer.json"
+    Status(path).report("waiting", waiting_for="orchestrator", facts=FACTS, step=2)
+    table = json.loads(path.read_text())
+    assert set(table) == {"state", "progress", "waiting_for", "detail", "pid", "time"}
+    assert all(isinstance(value, float | int | str) for value in table["detail"].values())
+    Status(path).report("training", step=2)
+    assert json.loads(path.read_text())["detail"] == {"step": 2}  # without facts, as before
+
+
+@pytest.mark.parametrize("facts", ["", "[]", "{", '{"waits_for": 3}', '{"engines": {"a": 1}}'])
+def test_a_status_with_damaged_facts_counts_as_unreadable(tmp_path, facts):
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps({"state": "waiting", "detail": {"facts": facts}}))
+    assert read_status(path) is None
+
+
+def test_a_status_of_a_newer_version_is_read_without_what_is_unknown(tmp_path):
+    path = tmp_path / "trainer.json"
+    facts = '{"waits_for": "engines", "more": 1}'
+    path.write_text(json.dumps({"state": "a", "new": 1, "detail": {"facts": facts, "n": 2}}))
+    report = read_status(path)
+    assert (report.state, report.detail, report.facts.waits_for) == ("a", {"n": 2}, "engines")
 
 
 def test_a_new_report_replaces_the_old_one(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
 from prime_rl.config.base import HostName, PluginTable, Settings, VariableName
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.removed import without_removed
 from prime_rl.config.trainer import TrainerConfig
 
 FILES = "filesystem"
@@ -40,8 +42,6 @@ class TransportConfig(Settings):
     """Address the orchestrator binds and the trainer connects to."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """None: a free port is chosen."""
-    hwm: PositiveInt = 4
-    """Batches that may wait for the trainer before the orchestrator waits."""
 
 
 class WeightBroadcastConfig(PluginTable):
@@ -235,6 +235,11 @@ class RunConfig(ModelSource):
     """Steps to take: batches to train."""
     output_dir: str = "outputs"
     """Folder of the run directories."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, table: object) -> object:
+        return without_removed(table) if isinstance(table, Mapping) else table
 
     @field_validator("ckpt", mode="before")
     @classmethod

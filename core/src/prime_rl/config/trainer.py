@@ -190,10 +190,6 @@ class TrainerConfig(PluginTable):
     dp_replicate: PositiveInt = 1
     """Copies of the model: the ranks form this many groups, each of which shards one copy. 1: all
     ranks share one copy; ``num_ranks``: each rank has a whole one."""
-    attention_flops: NonNegativeFloat = 1e-4
-    """Cost of one more token of context for each token, relative to its linear layers: layers *
-    heads * head size / parameters. Ranks are balanced by n * (1 + attention_flops * n) for each
-    sample of n tokens."""
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
     """Published weight versions to keep on disk; an engine may still be loading the previous one.
     """

@@ -23,7 +23,7 @@ from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.proxies import settle
-from prime_rl.registry.calls import fault
+from prime_rl.registry.calls import facts_of_failure, fault
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
@@ -179,7 +179,7 @@ def _report(error: Exception, status: Status) -> None:
         log.error("the orchestrator failed", exc_info=error)
     text = fault(error) or str(error)
     log.error("%s: %s", type(error).__name__, text)
-    status.report(FAILED, error=text)
+    status.report(FAILED, facts=facts_of_failure(error), error=text)
 
 
 def _exit_within(seconds: float, code: int) -> None:

@@ -16,6 +16,10 @@ Rows: TypeAlias = list[list[int]]
 """Indices of the samples of each row."""
 Floats: TypeAlias = npt.NDArray[np.float64]
 
+ATTENTION_FLOPS = 1e-4
+"""Cost of one more token of context for each token, relative to its linear layers: layers * heads *
+head size / parameters. Of a model of about 1B parameters; a larger one has less."""
+
 
 def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list[int]]:
     """The samples (or bundles) of each minibatch: whole groups, of about equal work. Fewer than

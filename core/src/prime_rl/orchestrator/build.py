@@ -33,12 +33,13 @@ from prime_rl.orchestrator.context import (
     rendering_of,
     scorer_over,
 )
-from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, report_engines
+from prime_rl.orchestrator.engines import EngineKeeper, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.reporter import Reporter, in_background
+from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
 from prime_rl.plugins.algorithm import Filter

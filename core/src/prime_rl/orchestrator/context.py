@@ -19,8 +19,8 @@ from prime_rl.env.environment import Environment
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, FrozenPool
-from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel, Tokens
 from prime_rl.registry.components import Components, installed_losses

@@ -1,71 +1,24 @@
-"""Which engine an episode's model calls go to, the status of the engines, and what keeps them
-current."""
+"""The status of the engines, and what keeps them current."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from prime_rl.env.episode import ModelEndpoint, RolloutResult
-from prime_rl.inference.client import EngineFailed, NoAnswer
+from prime_rl.inference.client import NoAnswer
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.pool import EnginePool, GivenUp
+from prime_rl.orchestrator.context import Engines, RunContext
 from prime_rl.plugins.observer import Observer
-from prime_rl.plugins.status import STARTING
+from prime_rl.plugins.status import STARTING, EngineFacts, Facts
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import HUNG, Status
+from prime_rl.rundir.status import Status
 from prime_rl.weights.versions import AVERAGES
 
-if TYPE_CHECKING:
-    from prime_rl.orchestrator.context import Engines, RunContext
-
-PROVIDER_ERROR = "ProviderError"
-"""verifiers' class for a model call that failed."""
 FOLLOW_SECONDS = 1.0
 """Between two looks whether engines join or leave."""
-
-Episode = Callable[[ModelEndpoint], Awaitable[list[RolloutResult]]]
-
-
-class EngineRouter:
-    """Runs each episode at an engine of a pool. An episode whose engine goes away runs again at
-    another engine; an episode that fails again and again has failed."""
-
-    def __init__(
-        self,
-        pool: EnginePool,
-        model: str,
-        api_key_var: str,
-        client: str = "tokens",
-        timeout: float | None = None,
-    ) -> None:
-        self.pool = pool
-        self._endpoint = cache(
-            lambda url: ModelEndpoint(model, f"{url}/v1", api_key_var, client, timeout)
-        )
-
-    async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
-        """Play one episode; those of one key share an engine, and its prefix cache."""
-        last: list[RolloutResult] = []
-
-        async def work(engine: Engine) -> list[RolloutResult]:
-            nonlocal last
-            last = await episode(self._endpoint(engine.url))
-            for failed in (each for each in last if each.error_type == PROVIDER_ERROR):
-                status = failed.status_code  # no answer, too many requests, 5xx: it may pass
-                if status is None or status in (408, 429) or status >= 500:
-                    raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
-            return last
-
-        try:
-            return await self.pool.ask(key, work)
-        except GivenUp as error:
-            lost = RolloutResult(ok=False, error_type=PROVIDER_ERROR, error=str(error))
-            return last or [lost]
 
 
 def report_engines(fleet: Fleet, status: Status) -> None:
@@ -77,16 +30,26 @@ def report_engines(fleet: Fleet, status: Status) -> None:
     status.report(
         "asleep" if fleet.asleep else f"{len(named) - len(away)} of {len(named)} serve",
         waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
+        facts=Facts(engines={name: _facts(engine) for name, engine in named}),
         **details,
     )
 
 
 def _state(engine: Engine) -> str:
     if engine.state is EngineState.HUNG:
-        return f"{HUNG} ({engine.hangs})"
+        return f"hung ({engine.hangs})"
     if engine.in_service:
         return f"version {engine.version}"
     return "away" if engine.has_served else STARTING
+
+
+def _facts(engine: Engine) -> EngineFacts:
+    is_silent = engine.state is EngineState.HUNG
+    return EngineFacts(
+        version=engine.version if engine.in_service and not is_silent else None,
+        has_served=engine.has_served or engine.in_service,
+        silence=engine.hangs if is_silent else None,
+    )
 
 
 def _why(engine: Engine) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import StreamError
-from prime_rl.orchestrator.balance import sample_costs, split_groups
+from prime_rl.orchestrator.balance import ATTENTION_FLOPS, sample_costs, split_groups
 from prime_rl.orchestrator.rank_balance import plan_ranks
 from prime_rl.plugins.loss import SCOPES
 from prime_rl.registry.components import Components
@@ -287,11 +287,12 @@ class Packer:
     def pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
         limit = self._config.seq_len
-        flops = self._config.trainer.attention_flops
         packing = packing_of(batch.step, batch.kept, self._losses, limit)
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
         minibatches = self._config.trainer.minibatches
-        return batch_frames(packing, self._config.row_tokens, self._num_ranks, flops, minibatches)
+        return batch_frames(
+            packing, self._config.row_tokens, self._num_ranks, ATTENTION_FLOPS, minibatches
+        )
 
 
 def batch_frames(

@@ -15,7 +15,8 @@ import msgspec
 from prime_rl.errors import EngineError, EngineGone, RunError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.observer import Observer
-from prime_rl.rundir.status import Tail, trainer_works
+from prime_rl.rundir.rows import Tail
+from prime_rl.rundir.status import trainer_works
 from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
 log = logging.getLogger(__name__)

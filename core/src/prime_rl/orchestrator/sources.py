@@ -20,7 +20,7 @@ from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import BAD_RESULT, build_rollout, failed
 from prime_rl.errors import ConfigError
 from prime_rl.inference.pool import FrozenPool
-from prime_rl.orchestrator.engines import EngineRouter
+from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.plugins.sampler import RolloutPlan, Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
 

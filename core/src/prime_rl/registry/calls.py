@@ -26,6 +26,7 @@ from typing import Any, SupportsFloat, TypeAlias
 from prime_rl.entries import entries
 from prime_rl.errors import PluginError, PrimeRLError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.status import Facts
 
 CORE = str(Path(__file__).parents[1])
 STDLIB = sysconfig.get_path("stdlib")
@@ -95,6 +96,12 @@ def blame(error: BaseException, call: Call) -> None:
     """Remember the innermost call that an error comes from."""
     if not hasattr(error, "prime_rl_call"):
         error.prime_rl_call = call  # type: ignore[attr-defined]
+
+
+def facts_of_failure(error: BaseException) -> Facts:
+    """For the status of a process that ends by ``error``."""
+    is_plugins = isinstance(error, PluginError) or fault(error) is not None
+    return Facts(fault="plugin" if is_plugins else None)
 
 
 def fault(error: BaseException) -> str | None:

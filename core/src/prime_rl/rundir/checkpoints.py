@@ -15,7 +15,6 @@ last. A complete checkpoint never changes: a resume compares every file with its
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Collection
@@ -28,6 +27,7 @@ import msgspec
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.attempts import check_current
+from prime_rl.rundir.rows import last_lines, parse_row
 
 STABLE = "STABLE"
 """Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
@@ -122,17 +122,15 @@ def whole_steps(run_dir: Path) -> list[int]:
 def last_trained(run_dir: Path) -> int:
     """The last step in ``trainer.jsonl``; 0 if there is none."""
     try:
-        lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
+        lines = last_lines(run_dir / "trainer.jsonl")
     except OSError:
         return 0
 
-    last = 0
-    for line in lines[-2:]:  # the last one may be written just now
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if line.endswith(b"\n"):
-                last = max(last, int(json.loads(line)["step"]))
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):  # damaged: the one before it
+            return int(parse_row(line)["step"])
 
-    return last
+    return 0
 
 
 def would_repeat(run_dir: Path) -> range:

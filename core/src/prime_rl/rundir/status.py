@@ -6,34 +6,22 @@ reporter never blocks.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict
-
-import msgspec
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.plugins.status import Facts, StatusReport, read_status
 from prime_rl.rundir.attempts import check_current
-
-log = logging.getLogger(__name__)
+from prime_rl.rundir.rows import Tail as Tail
+from prime_rl.rundir.rows import read_rows as read_rows
 
 DONE = "done"
 """The last state of a process that finished its work."""
 
-RANK_GONE = "another rank has ended"
-"""Beginning of the error of a trainer that fails because another of its ranks has ended."""
-
 ENGINES = "engines"
 """Name of the status with the orchestrator's state of each engine."""
-HUNG = "hung"
-"""Prefix of the state of an engine that accepts connections and does not answer. A count follows,
-so that each hang is handled once."""
 
 
 def process_name(part: str, number: int) -> str:
@@ -54,15 +42,24 @@ class Status:
         *,
         progress: float | None = None,
         waiting_for: str | None = None,
+        facts: Facts | None = None,
         **detail: float | str,
     ) -> None:
         """Replace the report atomically. A failed write is ignored: the process's work matters
         more than its status."""
-        self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
+        self.last = StatusReport(
+            state,
+            progress=progress,
+            waiting_for=waiting_for,
+            detail=detail,
+            pid=os.getpid(),
+            time=time.time(),
+            facts=facts or Facts(),
+        )
         if self.path is not None:
             with suppress(OSError, RunError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-                replace_text(self.path, json.dumps(asdict(self.last)))
+                replace_text(self.path, self.last.to_json())
 
     def beat(self) -> None:
         """A sign of life, from the loop that works and not from a thread."""
@@ -106,61 +103,4 @@ def trainer_works(run_dir: Path) -> bool:
     report = read_status(run_dir / "status" / "trainer.json")
     if report is None or report.state == DONE:
         return False
-    return not str(report.waiting_for).startswith(("orchestrator", "engines"))
-
-
-class HasStep(TypedDict):
-    """A line of a file with one line per step; its other keys are anything."""
-
-    step: int
-
-
-def read_rows(path: Path, shape: Any = HasStep) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file of a run that have a ``shape``, with all their keys; none
-    without the file. A line of another shape, which a crash or an editor has left, is logged and
-    left out: it must not end a run or hide the others."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return []
-
-    rows = []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"expected an object, got {type(row).__name__}")
-            msgspec.convert(row, shape)
-            rows.append(row)
-        except (ValueError, RecursionError) as error:
-            log.warning("%s, line %d is left out: %s", path, number, error)
-
-    return rows
-
-
-class Tail:
-    """Remembers its position in the file. An incomplete last line is left for the next call. A file
-    that was replaced, because the run went back, is read from its start."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = self._inode = 0
-
-    def new_lines(self) -> list[bytes]:
-        """Complete, non-empty lines written since the last call; none while there is no file."""
-        try:
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._offset = 0
-                    self._inode = inode
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [line for line in whole.splitlines() if line]
+    return report.facts.waits_for is None

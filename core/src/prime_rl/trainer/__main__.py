@@ -29,11 +29,11 @@ from urllib.parse import urlsplit
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError, Terminated
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.status import read_status
+from prime_rl.plugins.status import Facts, read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.proxies import LOCAL
-from prime_rl.registry.calls import fault
+from prime_rl.registry.calls import facts_of_failure, fault
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import (
@@ -45,7 +45,7 @@ from prime_rl.registry.offers import (
 )
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.rundir.status import DONE, RANK_GONE, Status
+from prime_rl.rundir.status import DONE, Status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
 
 logger = logging.getLogger("prime_rl.trainer")
@@ -53,6 +53,7 @@ logger = logging.getLogger("prime_rl.trainer")
 GRACE_SECONDS = 0.5
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 """In errors of gloo and NCCL when the process at the other end is gone."""
+RANK_GONE = "another rank has ended"
 GONE = f"{RANK_GONE}; the trainer's log says how"
 
 
@@ -99,7 +100,8 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
         logger.error("%s", reason)
 
     if first:
-        status.report("failed", error=GONE if followed else reason)
+        facts = Facts(fault="other_rank") if followed else facts_of_failure(error)
+        status.report("failed", facts=facts, error=GONE if followed else reason)
     return FOLLOWED if followed else FAILED
 
 

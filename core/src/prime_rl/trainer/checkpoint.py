@@ -18,7 +18,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,9 @@ from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.publish import copy_model_files
 from prime_rl.trainer.published import retry
+from prime_rl.trainer.state import TrainerState
 from prime_rl.trainer.tensor_file import write_stream
 from prime_rl.weights.versions import MEETING, MEMORY, STABLE
-
-if TYPE_CHECKING:
-    from prime_rl.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,7 @@ class Checkpointer:
             return self._config.is_due(step, last_step)
         return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])
 
-    def save(self, trainer: Trainer, step: int, published: Path, status: Status) -> None:
+    def save(self, trainer: TrainerState, step: int, published: Path, status: Status) -> None:
         """After step ``step``: copy the state and write it in the background.
 
         ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
@@ -180,7 +178,7 @@ class Checkpointer:
         logger.info("step %d: checkpoint %s", step, complete(self._run_dir, step).directory)
 
 
-def snapshot(trainer: Trainer, step: int) -> dict[str, Tensor]:
+def snapshot(trainer: TrainerState, step: int) -> dict[str, Tensor]:
     """A copy of the state that continues exactly after step ``step``, without the weights."""
     state = _tensors(_state(trainer) | {"step": torch.tensor(step)})
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
@@ -212,7 +210,7 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
     flush(path)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     """Continue from a checkpoint; the model has been loaded from its ``weights`` already.
 
     A parameter that had no gradient before the checkpoint, and so has no state in it, begins with a
@@ -268,7 +266,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
             group.update({name: value for name, value in fresh.items() if name in group})
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: TrainerState) -> dict[str, Any]:
     """Sharded as the weights are. Of heads and the average also weights, which are published
     nowhere."""
     optimizer = _optimizer_state(trainer.model, trainer.optimizer)

@@ -17,36 +17,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import StreamError, WireError
-from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver
+from prime_rl.errors import WireError
+from prime_rl.plugins.status import Facts
+from prime_rl.plugins.trainer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
-from prime_rl.registry.components import Components
-from prime_rl.registry.manager import Hooks
-from prime_rl.registry.offers import make_optimizer
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.device import HOST, Offload, choose_device, compute_dtype
-from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
-from prime_rl.trainer.model import make_policy
-from prime_rl.trainer.optim import build_optimizer, make_schedule
-from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher, retry
-from prime_rl.trainer.rank import Rank
-from prime_rl.trainer.references import References
-from prime_rl.trainer.self_check import find_packing
+from prime_rl.trainer.state import TrainerState
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.weights.versions import AVERAGES
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
@@ -57,61 +43,8 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 1.0
 
 
-@dataclass
-class Trainer:
+class Trainer(TrainerState):
     """The policy and everything that updates it."""
-
-    model: PreTrainedModel
-    losses: Components
-    config: TrainerConfig
-    max_steps: int
-    observers: Sequence[TrainerObserver] = ()
-    colocated: bool = False
-    """It holds the device only while it takes a step (``Offload``)."""
-    initial: Path | None = None
-    """The folder with the policy's first weights, for losses that read ``initial_logprobs``."""
-    kernel: Kernel | None = None
-    """None: core's own way of rows through the model."""
-    maker: OptimizerMaker | None = None
-    """Makes the optimizer. None: ``config.optim`` must select core's own."""
-    publishes_average: bool = False
-    """An engine serves the moving average of the weights."""
-
-    def __post_init__(self) -> None:
-        self.device = self.model.device
-        if parallel.several_ranks() or self.colocated or self.device.type == "meta":
-            self.device = choose_device(self.config.device, Rank.of_process())
-        home = HOST if self.colocated else self.device
-        heads = [self.losses.heads[name] for name in self.config.heads]
-        self.policy = make_policy(self.model, self.device, self.config, heads, self.kernel, home)
-        self.dtype = compute_dtype(self.config.dtype, self.device)
-        self.half = self.dtype == "bfloat16"
-        self.num_bad_steps = 0
-        """In a row."""
-        optim = self.config.optim
-        maker = self.maker or make_optimizer(optim, Hooks())
-        self.optimizer = build_optimizer(maker, self.model, optim.lr, optim.weight_decay)
-        self.heads = make_optimizers(self.policy.heads, optim, maker)
-        """Each head's module and optimizer."""
-        self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]
-        scheduler = self.config.scheduler.fitted(self.max_steps)
-        self.learning_rate = make_schedule(scheduler, optim.lr, self.max_steps)
-        self.references = References(self.model, self.config, self.initial, self.colocated)
-        self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
-        self.checked = False
-        if not self.colocated:  # else it does not hold the device yet
-            self.self_check()
-
-    def self_check(self) -> None:
-        """Once: choose how rows go through this model. Raises ``ConfigError`` if the trainer cannot
-        train it."""
-        if not self.checked:
-            # Blocks are compiled for the rows of the run, not for those of the check.
-            plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
-            with plain or nullcontext():
-                packings = self.policy.packings(self.device)
-                find_packing(self.policy, packings, self.device, half=self.half)
-            self.checked = True
 
     def train_step(
         self,
@@ -130,38 +63,6 @@ class Trainer:
         metrics = BatchUpdate(self, step, micro_batches, status).run()
         self.references.batch_trained()
         return metrics
-
-    def row(self, micro_batch: MicroBatch) -> PackedRow:
-        """The micro batch on the device. Raises ``StreamError`` for tokens that the model does not
-        have: on a GPU they would end the process without a reason."""
-        ids = micro_batch.token_ids
-        size = self.model.config.vocab_size
-        wrong = ids[(ids < 0) | (ids >= size)]
-        if len(wrong):
-            raise StreamError(
-                f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
-                f"to {size - 1}, the policy's vocabulary. Use the policy's tokenizer."
-            )
-        return make_row(micro_batch, self.device, self.policy.packing)
-
-    def forward(
-        self, micro_batch: MicroBatch
-    ) -> tuple[PackedRow, Tensor, Tensor, dict[str, Tensor]]:
-        """The row, and [T] of its tokens: logprobs and entropies in ``trainer.dtype``; and what
-        losses of the batch read besides: the outputs of heads, and ``top_logprobs`` [T, k]."""
-        row = self.row(micro_batch)
-        # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
-        # other ranks' shards included.
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
-        ):
-            logprobs, entropies, computed = self.policy(row)
-
-        if logprobs.dim() == 2:
-            computed["top_logprobs"] = logprobs[:, 1:]
-            logprobs = logprobs[:, 0]
-
-        return row, logprobs, entropies, computed
 
 
 def train(
@@ -272,16 +173,18 @@ def wait_for_batch(
         announced = -1 if broadcaster is None else broadcaster.announced
         state = "waiting"
         awaited = f"orchestrator (batch {step})"
+        facts = Facts(waits_for="orchestrator")
         if version is not None:
             state = f"writing weights version {version}"
             awaited = "disk"
+            facts = Facts()
 
         last = status.last
         same = (last.state, last.waiting_for) == (state, awaited)
         if same and last.detail.get("announced") == announced:
             status.beat()
         else:
-            status.report(state, waiting_for=awaited, step=step, announced=announced)
+            status.report(state, waiting_for=awaited, facts=facts, step=step, announced=announced)
 
     def all_have(batch: bool) -> bool:
         return batch if broadcaster is None else broadcaster.all_have(batch)

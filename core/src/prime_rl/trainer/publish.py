@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.errors import RunError, WeightsError
+from prime_rl.plugins.status import Facts
 from prime_rl.plugins.weight_transports import Header, WeightSender
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
@@ -123,7 +124,8 @@ class Broadcaster:
         if not self._waits or sender is None:
             return 0.0
         text = f"engines (to take weights version {version})"
-        self._status.report("waiting", waiting_for=text, step=version)
+        facts = Facts(waits_for="engines")
+        self._status.report("waiting", waiting_for=text, facts=facts, step=version)
         directory = self._publisher.path(version)
         main = parallel.rank() == 0
         order = _from_main(sender.wait(directory, self._files_wanted) if main else None)

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from prime_rl.trainer.metrics import StepMetrics, summarize
 from prime_rl.trainer.optim import clip_gradients
 from prime_rl.trainer.packed_row import PackedRow, ratio_tokens
 from prime_rl.trainer.references import REFERENCES
+from prime_rl.trainer.state import TrainerState
 from prime_rl.wire.micro_batch import MicroBatch
-
-if TYPE_CHECKING:
-    from prime_rl.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class BatchUpdate:
     """The optimizer steps of one batch."""
 
     def __init__(
-        self, trainer: Trainer, step: int, rows: Sequence[MicroBatch], status: Status | None
+        self, trainer: TrainerState, step: int, rows: Sequence[MicroBatch], status: Status | None
     ) -> None:
         self.trainer = trainer
         self.step = step

@@ -19,11 +19,15 @@ Shapes: T = tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field, NonNegativeFloat
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+from prime_rl import LossInputs, PluginConfig, TokenMetric
+from prime_rl_clip_losses.surrogate import WeightedTerms, on_mask, sampled_log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CISPOConfig(PluginConfig):
@@ -35,35 +39,30 @@ class CISPOConfig(PluginConfig):
     """The importance weight is at most 1 plus this."""
 
 
-class CISPOLoss(Loss):
+class CISPOLoss(WeightedTerms):
     """The formula above."""
 
     name = "cispo"
     config_class = CISPOConfig
     token_wise = True
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens. Metrics: the share of clipped weights and the mean weight."""
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
+        """Metrics: the share of clipped weights and the mean weight."""
         import torch
 
         config = cast(CISPOConfig, self.config)
         member = inputs.loss_mask
-        zero = inputs.trainer_logprobs.new_zeros(())
-        # torch.where, not a product: off the mask values may be infinite, and 0 * inf is NaN.
-        logprobs = torch.where(member, inputs.trainer_logprobs, zero)
+        logprobs = on_mask(inputs, inputs.trainer_logprobs)
         low = 0.0 if config.clip_eps_low is None else 1 - config.clip_eps_low
         high = 1 + config.clip_eps_high
         with torch.no_grad():
-            ratio = torch.where(member, logprobs - inputs.inference_logprobs, zero).exp()
+            ratio = sampled_log_ratio(inputs).exp()
             weight = ratio.clamp(low, high)
-            credit = weight * inputs.advantages
-            if inputs.loss_weights is not None:
-                credit = credit * inputs.loss_weights
-            credit = torch.where(member, credit, zero)
+            credit = on_mask(inputs, weight * inputs.advantages)
 
         metrics = {
             "clip_frac_low": TokenMetric((ratio < low).float(), member),
             "clip_frac_high": TokenMetric((ratio > high).float(), member),
             "importance_weight": TokenMetric(weight, member),
         }
-        return LossOutputs(-(credit * logprobs).sum(), metrics)
+        return -credit * logprobs, metrics

@@ -34,9 +34,16 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field, NonNegativeFloat
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl_clip_losses.decoupled import ClipConfig
-from prime_rl_clip_losses.surrogate import Clip, on_mask, surrogate, weighted
+from prime_rl import LossInputs, PluginConfig, TokenMetric
+from prime_rl_clip_losses.surrogate import (
+    Clip,
+    ClipConfig,
+    WeightedTerms,
+    num_members,
+    on_mask,
+    sampled_log_ratio,
+    surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +57,7 @@ def largest(inputs: LossInputs, share: float, low: float, high: float) -> tuple[
     import torch
 
     member = inputs.loss_mask
-    number = member.sum().clamp(min=1)
+    number = num_members(inputs)
     advantages = on_mask(inputs, inputs.advantages)
     logprobs = on_mask(inputs, inputs.trainer_logprobs.detach())
     covariance = (advantages - advantages.sum() / number) * (logprobs - logprobs.sum() / number)
@@ -74,24 +81,23 @@ class ClipCovConfig(ClipConfig):
     """Tokens with a larger covariance train."""
 
 
-class ClipCovLoss(Loss):
+class ClipCovLoss(WeightedTerms):
     """PPO without the gradient of some tokens of high covariance."""
 
     name = "clip_cov"
     config_class = ClipCovConfig
     scope = "group"
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
         """One group. Metrics: the share without gradient, and the mean covariance."""
         config = cast(ClipCovConfig, self.config)
-        log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
-        clip = Clip(config.clip_eps_low, config.clip_eps_high)
-        terms, metrics = surrogate(inputs, log_ratio, clip)
-        found = largest(inputs, config.share, config.min_covariance, config.max_covariance)
-        covariance, chosen = found
+        terms, metrics = surrogate(inputs, sampled_log_ratio(inputs), config.clip)
+        covariance, chosen = largest(
+            inputs, config.share, low=config.min_covariance, high=config.max_covariance
+        )
         metrics["is_held"] = TokenMetric(chosen.float(), inputs.loss_mask)
         metrics["covariance"] = TokenMetric(covariance, inputs.loss_mask)
-        return LossOutputs(weighted(inputs, terms.masked_fill(chosen, 0.0)).sum(), metrics)
+        return terms.masked_fill(chosen, 0.0), metrics
 
 
 class KLCovConfig(PluginConfig):
@@ -103,19 +109,19 @@ class KLCovConfig(PluginConfig):
     """Weight of the penalty."""
 
 
-class KLCovLoss(Loss):
+class KLCovLoss(WeightedTerms):
     """The unclipped surrogate, with a penalty on the tokens of the highest covariance."""
 
     name = "kl_cov"
     config_class = KLCovConfig
     scope = "group"
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
         """One group. Metrics: the share that is penalized, and the mean covariance."""
         import torch
 
         config = cast(KLCovConfig, self.config)
-        log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
+        log_ratio = sampled_log_ratio(inputs)
         terms, _ = surrogate(inputs, log_ratio, Clip(1.0, torch.inf))
         covariance, chosen = largest(inputs, config.share, -torch.inf, torch.inf)
         penalty = config.beta * torch.where(chosen, log_ratio, 0.0).abs()
@@ -123,4 +129,4 @@ class KLCovLoss(Loss):
             "is_held": TokenMetric(chosen.float(), inputs.loss_mask),
             "covariance": TokenMetric(covariance, inputs.loss_mask),
         }
-        return LossOutputs(weighted(inputs, terms + penalty).sum(), metrics)
+        return terms + penalty, metrics

@@ -34,27 +34,24 @@ Shapes: T = tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl_clip_losses.surrogate import Clip, on_mask, surrogate, weighted
+from prime_rl import LossInputs, TokenMetric
+from prime_rl_clip_losses.surrogate import (
+    ClipConfig,
+    WeightedTerms,
+    num_members,
+    on_mask,
+    surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ClipConfig(PluginConfig):
-    """The keys that all four have."""
-
-    clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """With a negative advantage, a token stops training once its ratio is below 1 minus this."""
-    clip_eps_high: NonNegativeFloat = 0.2
-    """With a positive advantage, a token stops training once its ratio is above 1 plus this."""
-
-
-class Corrected(Loss):
+class Corrected(WeightedTerms):
     """The formula above. Subclass and implement ``correction``."""
 
     config_class = ClipConfig
@@ -65,12 +62,11 @@ class Corrected(Loss):
         """[T] c(k), given log k, which is 0 off the mask."""
         raise NotImplementedError
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens. Metrics: shares that the clip and c leave out, mean c(k)."""
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
+        """Metrics: shares that the clip and c leave out, mean c(k)."""
         import torch
 
         assert inputs.old_logprobs is not None
-        config = cast(ClipConfig, self.config)
         old = inputs.old_logprobs.detach()
         with torch.no_grad():
             log_k = on_mask(inputs, old - inputs.inference_logprobs)
@@ -78,13 +74,12 @@ class Corrected(Loss):
             correction = correction.clamp(max=torch.finfo(correction.dtype).max)  # 0 * inf is NaN
 
         log_u = on_mask(inputs, inputs.trainer_logprobs - old)
-        clip = Clip(config.clip_eps_low, config.clip_eps_high)
-        terms, metrics = surrogate(inputs, log_u, clip)
+        terms, metrics = surrogate(inputs, log_u, cast(ClipConfig, self.config).clip)
         metrics |= {
             "correction": TokenMetric(correction, inputs.loss_mask),
             "is_dropped": TokenMetric((correction == 0).float(), inputs.loss_mask),
         }
-        return LossOutputs(weighted(inputs, correction * terms).sum(), metrics)
+        return correction * terms, metrics
 
 
 class DecoupledPPOConfig(ClipConfig):
@@ -187,6 +182,6 @@ class GeometricMaskLoss(Corrected):
         import torch
 
         config = cast(GeometricMaskConfig, self.config)
-        mean = (log_k.sum() / inputs.loss_mask.sum().clamp(min=1)).exp()
+        mean = (log_k.sum() / num_members(inputs)).exp()
         keep = (mean >= config.min_ratio) & (mean <= config.max_ratio)
         return torch.where(keep, log_k.exp().clamp(max=config.max_correction), log_k.new_zeros(()))

@@ -21,21 +21,26 @@ Shapes: T = tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
-from prime_rl_clip_losses.surrogate import Clip, on_mask, surrogate, weighted
+from prime_rl import LossInputs, TokenMetric
+from prime_rl_clip_losses.surrogate import (
+    Clip,
+    ClipConfig,
+    WeightedTerms,
+    sampled_log_ratio,
+    surrogate,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class PPOClipConfig(PluginConfig):
+class PPOClipConfig(ClipConfig):
     """``[trainer.loss] type = "ppo_clip"``"""
 
-    clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """With a negative advantage, a token stops training once its ratio is below 1 minus this."""
-    clip_eps_high: NonNegativeFloat = 0.2
-    """With a positive advantage, a token stops training once its ratio is above 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage, a token stops training once its ratio is above this; 3 is usual.
     None: never."""
@@ -45,16 +50,14 @@ class PPOClipConfig(PluginConfig):
         return Clip(self.clip_eps_low, self.clip_eps_high, self.dual_clip)
 
 
-class PPOClipLoss(Loss):
+class PPOClipLoss(WeightedTerms):
     """The formula above."""
 
     name = "ppo_clip"
     config_class = PPOClipConfig
     token_wise = True
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens. ``is_masked`` is the share that has no gradient."""
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
+        """``is_masked`` is the share that has no gradient."""
         clip = cast(PPOClipConfig, self.config).clip
-        log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
-        terms, metrics = surrogate(inputs, log_ratio, clip)
-        return LossOutputs(weighted(inputs, terms).sum(), metrics)
+        return surrogate(inputs, sampled_log_ratio(inputs), clip)

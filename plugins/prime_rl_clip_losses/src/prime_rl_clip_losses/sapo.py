@@ -22,12 +22,15 @@ Shapes: T = tokens.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import PositiveFloat
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl_clip_losses.surrogate import on_mask, weighted
+from prime_rl import LossInputs, PluginConfig, TokenMetric
+from prime_rl_clip_losses.surrogate import WeightedTerms, on_mask, sampled_log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST = 20.0
 """Bound of log r: the gate's gradient is 0 in floating point long before."""
@@ -42,23 +45,22 @@ class SAPOConfig(PluginConfig):
     """The same with a negative advantage."""
 
 
-class SAPOLoss(Loss):
+class SAPOLoss(WeightedTerms):
     """The formula above."""
 
     name = "sapo"
     config_class = SAPOConfig
     token_wise = True
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens. Metric: the gradient's factor 4 p (1 - p)."""
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
+        """Metric: the gradient's factor 4 p (1 - p)."""
         import torch
 
         config = cast(SAPOConfig, self.config)
         advantages = on_mask(inputs, inputs.advantages)
-        log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
-        ratio = log_ratio.clamp(max=LARGEST).exp()
+        ratio = sampled_log_ratio(inputs).clamp(max=LARGEST).exp()
         tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
         gate = torch.sigmoid(tau * (ratio - 1))
         share = (4 * gate * (1 - gate)).detach()
         metrics = {"gate": TokenMetric(share, inputs.loss_mask)}
-        return LossOutputs(weighted(inputs, -4 / tau * gate * advantages).sum(), metrics)
+        return -4 / tau * gate * advantages, metrics

@@ -32,15 +32,25 @@ Shapes: T = tokens of one rollout.
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl_clip_losses.surrogate import Clip, on_mask, surrogate, weighted
+from prime_rl import LossInputs, PluginConfig, TokenMetric
+from prime_rl_clip_losses.surrogate import (
+    ClipConfig,
+    WeightedTerms,
+    num_members,
+    on_mask,
+    sampled_log_ratio,
+    surrogate,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class GSPOConfig(PluginConfig):
+class GSPOConfig(ClipConfig):
     """``[trainer.loss] type = "gspo"``"""
 
     clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
@@ -49,26 +59,23 @@ class GSPOConfig(PluginConfig):
     """With a positive advantage, a rollout stops training once s is above 1 plus this."""
 
 
-class GSPOLoss(Loss):
+class GSPOLoss(WeightedTerms):
     """Clip the geometric mean of a rollout's ratios."""
 
     name = "gspo"
     config_class = GSPOConfig
     scope = "rollout"
     normalize_by = "rollouts"
+    averages = True
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
         """One rollout. Metrics: the share of tokens without gradient, and s."""
-        config = cast(GSPOConfig, self.config)
         logprobs = inputs.trainer_logprobs
-        number = inputs.loss_mask.sum().clamp(min=1)
-        log_ratio = on_mask(inputs, logprobs - inputs.inference_logprobs)
-        mean = log_ratio.detach().sum() / number
+        mean = sampled_log_ratio(inputs).detach().sum() / num_members(inputs)
         of_token = on_mask(inputs, mean + logprobs - logprobs.detach())
-        clip = Clip(config.clip_eps_low, config.clip_eps_high)
-        terms, metrics = surrogate(inputs, of_token, clip)
+        terms, metrics = surrogate(inputs, of_token, cast(GSPOConfig, self.config).clip)
         metrics["sequence_ratio"] = TokenMetric(of_token.detach().exp(), inputs.loss_mask)
-        return LossOutputs(weighted(inputs, terms).sum() / number, metrics)
+        return terms, metrics
 
 
 class GMPOConfig(PluginConfig):
@@ -79,29 +86,29 @@ class GMPOConfig(PluginConfig):
     direction of its advantage."""
 
 
-class GMPOLoss(Loss):
+class GMPOLoss(WeightedTerms):
     """The geometric mean of a rollout's clipped ratios."""
 
     name = "gmpo"
     config_class = GMPOConfig
     scope = "rollout"
     normalize_by = "rollouts"
+    averages = True
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
         """One rollout. Metrics: the share of tokens without gradient, and g."""
         import torch
 
         bound = cast(GMPOConfig, self.config).log_clip
         member = inputs.loss_mask
         advantages = on_mask(inputs, inputs.advantages)
-        log_ratio = on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
+        log_ratio = sampled_log_ratio(inputs)
         too_high = (advantages > 0) & (log_ratio > bound)
         too_low = (advantages < 0) & (log_ratio < -bound)
         clipped = torch.where(
             too_high | too_low, log_ratio.detach().clamp(-bound, bound), log_ratio
         )
-        number = member.sum().clamp(min=1)
-        mean = (clipped.detach().sum() / number).exp()
+        mean = (clipped.detach().sum() / num_members(inputs)).exp()
         terms = -advantages * mean * (clipped - clipped.detach()).exp()
         metrics = {
             "is_masked": TokenMetric((too_high | too_low).float(), member),
@@ -109,4 +116,4 @@ class GMPOLoss(Loss):
             "is_masked_high": TokenMetric(too_high.float(), member),
             "sequence_ratio": TokenMetric(mean.expand_as(log_ratio), member),
         }
-        return LossOutputs(weighted(inputs, terms).sum() / number, metrics)
+        return terms, metrics

@@ -1,13 +1,15 @@
-"""What the losses of this package share: the log-ratio, PPO's clipped surrogate, weights.
+"""What the losses of this package share: their frame, the log-ratio, PPO's clipped surrogate.
 
 Shapes: T = tokens of one call.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
-from prime_rl import LossInputs, TokenMetric
+from pydantic import Field, NonNegativeFloat
+
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,48 @@ class Clip(NamedTuple):
     """With a positive advantage, a token stops training once its ratio is above 1 plus this."""
     dual: float | None = None
     """With a negative advantage, a token stops training once its ratio is above this."""
+
+
+class ClipConfig(PluginConfig):
+    """The keys of a loss around PPO's clipped surrogate."""
+
+    clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """With a negative advantage, a token stops training once its ratio is below 1 minus this."""
+    clip_eps_high: NonNegativeFloat = 0.2
+    """With a positive advantage, a token stops training once its ratio is above 1 plus this."""
+
+    @property
+    def clip(self) -> Clip:
+        return Clip(self.clip_eps_low, self.clip_eps_high)
+
+
+class WeightedTerms(Loss):
+    """The frame of the losses of this package: the sum over the member tokens of weight times term.
+    Subclass and implement ``terms``."""
+
+    averages: ClassVar[bool] = False
+    """Divide the sum by the member tokens of the call: the mean of a rollout."""
+
+    def terms(self, inputs: LossInputs) -> tuple[Tensor, dict[str, TokenMetric]]:
+        """[T] each token's term, 0 off the mask; and the metrics."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        terms, metrics = self.terms(inputs)
+        total = weighted(inputs, terms).sum()
+        if self.averages:
+            total = total / num_members(inputs)
+        return LossOutputs(total, metrics)
+
+
+def num_members(inputs: LossInputs) -> Tensor:
+    """The member tokens of the call, at least 1."""
+    return inputs.loss_mask.sum().clamp(min=1)
+
+
+def sampled_log_ratio(inputs: LossInputs) -> Tensor:
+    """[T] t - i: log of the policy's probability over the sampling policy's, 0 off the mask."""
+    return on_mask(inputs, inputs.trainer_logprobs - inputs.inference_logprobs)
 
 
 def on_mask(inputs: LossInputs, values: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from prime_rl_devkit.facts import Plugin, described, installed, load
 from prime_rl_devkit.hooks import check_hooks
 from prime_rl_devkit.kinds import BY_KIND, CONNECTS, builds, check_offer
 from prime_rl_devkit.limits import SECONDS, time_limit
-from prime_rl_devkit.verdicts import run
+from prime_rl_devkit.verdicts import Broken, run
 
 HEAVY = ("torch", "transformers", "verifiers", "renderers")
 
@@ -187,12 +187,13 @@ def _check_plugin(
     """The reports of one plugin: the package, its own hooks, and the classes it offers."""
     name = plugin.entry.name
     if whole and plugin.error is not None:
-        promise = "It imports, keeps the contract, and has names of its own."
-        yield Report("plugin", name, (Outcome("loads", promise, "failed", plugin.error),))
+        yield Report("plugin", name, (run(loads, plugin),))
         return
 
     if whole:
-        yield _package(name, plugin.entry.value, offers)
+        value = plugin.entry.value
+        outcomes = (run(loads, plugin), run(light_import, value), run(documented, offers))
+        yield Report("plugin", name, outcomes)
         if plugin.entry.group == PROJECT:  # the trainer calls no hook but register_...
             with time_limit(given.limit):
                 hooks = check_hooks(name, plugin.hooks.get_plugin(name))
@@ -207,21 +208,18 @@ def _check_plugin(
             yield report
 
 
-def _package(name: str, value: str, offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Report:
-    return Report("plugin", name, (_loads(), _light(value), _documented(offers)))
-
-
-def _loads() -> Outcome:
-    promise = "It imports, keeps the contract, and has names of its own."
-    return Outcome("loads", promise, "passed")  # otherwise it has an error
+def loads(plugin: Plugin) -> None:
+    """It imports, keeps the contract, and has names of its own."""
+    if plugin.error is not None:
+        raise Broken(plugin.error)
 
 
 IMPORT_SECONDS = 5.0
 """How long the import of a plugin may take, beyond that of prime_rl."""
 
 
-def _light(value: str) -> Outcome:
-    promise = "Importing it is quick and imports nothing heavy: plugins list answers at once."
+def light_import(value: str) -> None:
+    """Importing it is quick and imports nothing heavy: plugins list answers at once."""
     code = (
         "import importlib, json, sys, prime_rl, prime_rl.registry.offers\n"
         "from prime_rl_devkit.limits import OwnTime\n"
@@ -252,13 +250,13 @@ def _light(value: str) -> Outcome:
             "the work in the function that needs it."
         )
     else:
-        return Outcome("light_import", promise, "passed")
+        return
 
-    return Outcome("light_import", promise, "failed", said)
+    raise Broken(said)
 
 
-def _documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Outcome:
-    promise = "Every class and every setting has a docstring."
+def documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> None:
+    """Every class and every setting has a docstring."""
     missing = []
     for _, offered in offers:
         cls = offered.cls
@@ -268,10 +266,8 @@ def _documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Outcome:
             if not field.description:
                 missing.append(f"{cls.config_class.__qualname__}.{key}")
 
-    if not missing:
-        return Outcome("documented", promise, "passed")
-    said = f"no docstring: {', '.join(dict.fromkeys(missing))}. Put a string below it."
-    return Outcome("documented", promise, "failed", said)
+    if missing:
+        raise Broken(f"no docstring: {', '.join(dict.fromkeys(missing))}. Put a string below it.")
 
 
 def _offer(kind: Kind[Any], offered: Offered[Any], given: Checking) -> Report:

@@ -1,8 +1,8 @@
-"""From a check, a function that raises, to its outcome."""
+"""From checks, functions that raise, to their outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from prime_rl.testing import Outcome
 
@@ -20,17 +20,44 @@ def promise_of(check: Callable[..., object]) -> str:
     return " ".join((check.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
 
 
-def run(check: Callable[..., object], *subject: object, name: str = "", said: str = "") -> Outcome:
-    """Run one check. An unexpected exception fails it, and ``said`` introduces that one."""
+def run(
+    check: Callable[..., str | None],
+    *subject: object,
+    name: str = "",
+    unexpected: Callable[[Exception], str] = lambda error: f"{type(error).__name__}: {error}",
+) -> Outcome:
+    """Run one check, which may return a measurement as text. Any exception fails it; ``unexpected``
+    tells of one that is not the check's own."""
     name = name or check.__name__
     promise = promise_of(check)
     try:
-        check(*subject)
+        measured = check(*subject)
     except NotApplicable as reason:
         return Outcome(name, promise, "skipped", str(reason))
     except Broken as error:
         return Outcome(name, promise, "failed", str(error), error)
     except Exception as error:
-        return Outcome(name, promise, "failed", f"{said}{type(error).__name__}: {error}", error)
+        return Outcome(name, promise, "failed", unexpected(error), error)
 
-    return Outcome(name, promise, "passed")
+    return Outcome(name, promise, "passed", measured or "")
+
+
+def run_all(
+    checks: Mapping[str, Callable[..., str | None]],
+    run_check: Callable[[str], Outcome],
+    first: Collection[str],
+) -> tuple[Outcome, ...]:
+    """The outcomes of all checks, in order. After one of ``first`` has failed the others are
+    skipped: they would all fail for its reason."""
+    outcomes: list[Outcome] = []
+    lost: Outcome | None = None
+    for name, check in checks.items():
+        if lost is not None:
+            outcomes.append(Outcome(name, promise_of(check), "skipped", f"{lost.check} failed"))
+            continue
+        outcome = run_check(name)
+        outcomes.append(outcome)
+        if name in first and outcome.status == "failed":
+            lost = outcome
+
+    return tuple(outcomes)

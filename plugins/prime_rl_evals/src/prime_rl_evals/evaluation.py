@@ -28,7 +28,7 @@ from prime_rl import Observer, ObserverHost, PluginConfig
 from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import failed
-from prime_rl.rundir.status import read_rows
+from prime_rl.rundir.rows import read_rows
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,

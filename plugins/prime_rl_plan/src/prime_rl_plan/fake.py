@@ -49,7 +49,7 @@ def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
     answers: dict[str, Any] = {
         "torch.Tensor.numpy": _numpy,
         "torch.Tensor.tolist": lambda tensor: _numpy(tensor.cpu()).tolist(),
-        "prime_rl.trainer.loop.find_packing": _first,
+        "prime_rl.trainer.state.find_packing": _first,
         "torch.nn.Module.to": lambda module, *a, **k: module,
         "torch.nn.Module.float": lambda module: module,
     }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from prime_rl import Algorithm, ConfigError, Host
@@ -12,7 +13,7 @@ from prime_rl.testing.scoring import MakeGroup
 from prime_rl_devkit.algorithms import behavior, memory, streams
 from prime_rl_devkit.algorithms.gradient import gradient
 from prime_rl_devkit.algorithms.subject import MIXED, Subject
-from prime_rl_devkit.verdicts import promise_of, run
+from prime_rl_devkit.verdicts import run, run_all
 
 Check: TypeAlias = Callable[[Subject], None]
 
@@ -55,14 +56,15 @@ def conformance(
     except Exception:
         pass  # the first check meets it again, and reports it
 
-    outcomes = [run_check(subject, FIRST)]
-    for name, check in list(CHECKS.items())[1:]:
-        unseen = Outcome(name, promise_of(check), "skipped", f"{FIRST} failed")
-        outcomes.append(unseen if outcomes[0].status == "failed" else run_check(subject, name))
-
-    return Report("algorithm", subject.cls.name, tuple(outcomes))
+    outcomes = run_all(CHECKS, partial(run_check, subject), first=(FIRST,))
+    return Report("algorithm", subject.cls.name, outcomes)
 
 
 def run_check(subject: Subject, name: str) -> Outcome:
     """One check; whatever the algorithm raises in it is a failure."""
-    return run(CHECKS[name], subject, name=name, said="scoring raised ")
+    return run(
+        CHECKS[name],
+        subject,
+        name=name,
+        unexpected=lambda error: f"scoring raised {type(error).__name__}: {error}",
+    )

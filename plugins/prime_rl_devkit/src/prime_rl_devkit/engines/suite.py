@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 import httpx
@@ -10,7 +11,7 @@ import httpx
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines import broadcast, life, logprobs, routes, sampling, traffic, weights
 from prime_rl_devkit.engines.subject import EngineSubject
-from prime_rl_devkit.verdicts import Broken, NotApplicable, promise_of
+from prime_rl_devkit.verdicts import Broken, run, run_all
 
 Check: TypeAlias = Callable[[EngineSubject], str | None]
 """Raises ``Broken`` or ``NotApplicable``; may return a measurement as text."""
@@ -60,16 +61,7 @@ CHECKS: Mapping[str, Check] = {
 
 def conformance(engine: EngineSubject, name: str = "engine") -> Report:
     """Run every check. A fault of the engine raises nothing."""
-    outcomes: list[Outcome] = []
-    for check in CHECKS:
-        lost = next((o for o in outcomes if o.check in FIRST and o.status == "failed"), None)
-        if lost is None:
-            outcomes.append(run_check(engine, check))
-        else:
-            promise = promise_of(CHECKS[check])
-            outcomes.append(Outcome(check, promise, "skipped", f"{lost.check} failed"))
-
-    return Report("engine", name, tuple(outcomes))
+    return Report("engine", name, run_all(CHECKS, partial(run_check, engine), first=FIRST))
 
 
 def check_engine(engine: EngineSubject, name: str = "engine") -> Report:
@@ -95,25 +87,19 @@ def run_check(engine: EngineSubject, name: str) -> Outcome:
 
 
 def _run(engine: EngineSubject, name: str) -> Outcome:
-    check = CHECKS[name]
-    promise = promise_of(check)
-    try:
+    def check() -> str | None:
         if not engine.model:
             engine.meet()
-        said = check(engine)
-    except NotApplicable as reason:
-        return Outcome(name, promise, "skipped", str(reason))
-    except Broken as error:
-        return Outcome(name, promise, "failed", str(error), error)
-    except httpx.HTTPError as error:
-        ended = f" The server has {_fate(engine)}." if engine.process else ""
-        said = f"no answer: {type(error).__name__} {error}.{ended}"
-        return Outcome(name, promise, "failed", said, error)
-    except Exception as error:
-        said = f"the reply cannot be read: {type(error).__name__}: {error}"
-        return Outcome(name, promise, "failed", said, error)
+        return CHECKS[name](engine)
 
-    return Outcome(name, promise, "passed", said or "")
+    def unexpected(error: Exception) -> str:
+        if isinstance(error, httpx.HTTPError):
+            ended = f" The server has {_fate(engine)}." if engine.process else ""
+            return f"no answer: {type(error).__name__} {error}.{ended}"
+        return f"the reply cannot be read: {type(error).__name__}: {error}"
+
+    check.__doc__ = CHECKS[name].__doc__
+    return run(check, name=name, unexpected=unexpected)
 
 
 def _fate(engine: EngineSubject) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.rundir.rows import read_rows
 from prime_rl_evals.figures import Finished, num_tokens
 from prime_rl_tools.eval.request import EvalRequest, folder_of
 
@@ -22,6 +23,17 @@ PLAIN = (
     *("error_type", "error", "status_code", "agent", "timing", "usage"),
 )
 """Fields of a result that a line holds as they are."""
+
+
+class _Line(TypedDict):
+    """What is read of a line besides ``PLAIN``."""
+
+    ok: bool
+    example: int
+    member: int
+    usage: list[int]
+    num_branches: int
+
 
 Place = tuple[int, int]
 """Example, and member of its group."""
@@ -68,17 +80,12 @@ class EvalFiles:
 
     def read(self, env: str) -> dict[Place, Finished]:
         """The rollouts that succeeded before, by place; failed ones are sampled again."""
-        path = self.rollouts(env)
-        found = {}
-        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line cut short by a crash
-                continue
-            if row["ok"]:
-                found[row["example"], row["member"]] = Finished(row["example"], _result(row))
-
-        return found
+        rows = read_rows(self.rollouts(env), _Line)
+        return {
+            (row["example"], row["member"]): Finished(row["example"], _result(row))
+            for row in rows
+            if row["ok"]
+        }
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""

@@ -19,7 +19,7 @@ import psutil
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.rundir.status import read_rows
+from prime_rl.rundir.rows import read_rows
 from prime_rl_app.config import load_config
 
 RECORD = "race.json"
@@ -220,7 +220,7 @@ def cpu_seconds(pid: int) -> float:
 def _new_points(run_dir: Path, num_envs: int, known: Sequence[Point], used: float) -> list[Point]:
     """The evaluations since the last look, each of all envs at one step."""
     by_step: dict[int, list[float]] = {}
-    for row in _rows(run_dir / "evals.jsonl"):
+    for row in read_rows(run_dir / "evals.jsonl"):
         by_step.setdefault(row["step"], []).append(row["reward"])
     new = sorted(by_step.keys() - {point.step for point in known})
     return [
@@ -234,12 +234,7 @@ def _tokens(run_dir: Path, step: int | None = None) -> int:
     """Tokens of the batches up to a step, or of all so far."""
     name = "progress/total_tokens"
     found = 0
-    for row in _rows(run_dir / "metrics.jsonl"):
+    for row in read_rows(run_dir / "metrics.jsonl"):
         if name in row and (step is None or row["step"] <= step):
             found = int(row[name])
     return found
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that a process still writes."""
-    return read_rows(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.balance import ATTENTION_FLOPS
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, stream, stream_names
@@ -25,9 +26,7 @@ def frames_of(
     cut = [replace(each, samples=[sample.cut(limit) for sample in each.samples]) for each in kept]
     packing = packing_of(step, cut, losses_of(config), limit)
     trainer = config.trainer
-    return batch_frames(
-        packing, config.row_tokens, num_ranks, trainer.attention_flops, trainer.minibatches
-    )
+    return batch_frames(packing, config.row_tokens, num_ranks, ATTENTION_FLOPS, trainer.minibatches)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.rollout import Rollout
+from prime_rl.rundir.rows import parse_row, whole_lines
 from prime_rl_app.files import reading
 from prime_rl_app.rollouts import StoredRollout
 from prime_rl_tools.replay.compare import credit
@@ -74,10 +75,9 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
             file.seek(start)
             lines = file.read()
 
-        lines = lines[: lines.rfind(b"\n") + 1]  # the rest is of a run that was killed, or goes on
-        for line in lines.splitlines():
-            record = msgspec.json.decode(line, type=dict[str, Any])
-            step = msgspec.convert(record["step"], int)
+        for line in filter(None, whole_lines(lines)):
+            record = parse_row(line)
+            step = record["step"]
             for name, value in record.items():
                 if name not in ("step", "time") and isinstance(value, int | float):
                     found[name][step] = float(f"{value:.6g}")
@@ -87,7 +87,7 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
         name: [[step, value] for step, value in sorted(points.items())]
         for name, points in sorted(found.items())
     }
-    return ordered, start + len(lines)
+    return ordered, start + lines.rfind(b"\n") + 1
 
 
 def _dropped(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:

@@ -7,7 +7,6 @@ place; elsewhere (a pipe, CI) it prints a line when something changes.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -26,7 +24,8 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
 from prime_rl.plugins.status import StatusReport, read_status
-from prime_rl.rundir.status import DONE, ENGINES, HasStep, Tail
+from prime_rl.rundir.rows import Tail, parse_row
+from prime_rl.rundir.status import DONE, ENGINES
 from prime_rl_app.runs import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
@@ -283,8 +282,7 @@ class MetricsTail:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
             try:
-                row = json.loads(line)
-                msgspec.convert(row, HasStep)
+                row = parse_row(line)
             except (ValueError, RecursionError):
                 continue  # damaged; `doctor` and the report say so
 

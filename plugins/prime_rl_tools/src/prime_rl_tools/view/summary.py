@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from prime_rl.rundir.status import read_rows
+from prime_rl.rundir.rows import read_rows
 from prime_rl_tools.view.outcomes import REWARD as REWARD
 from prime_rl_tools.view.outcomes import mean_outcomes, read_batches
 
