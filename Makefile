@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # One worker more than cores: some tests wait for processes of their own.
 PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))") --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test test-slow test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels version clean
+.PHONY: setup run test test-slow test-newest test-lowest test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels version clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -41,6 +41,11 @@ test: setup
 test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: setup
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm" $(ARGS)
+
+# What depends most on other projects, with the newest versions that the registry has of them, and with
+# the lowest that we admit: what passes is what pyproject.toml declares. In environments of their own.
+test-newest test-lowest: setup
+	$(BIN)/python -m tools.ranges $(@:test-%=%) $(PARALLEL) $(ARGS)
 
 # The tests of `make test`, five times beside eight busy loops: they hold on a slow machine too.
 test-busy: setup
@@ -98,4 +103,4 @@ version: setup
 	$(BIN)/python -m tools.version $(NEW)
 
 clean:
-	rm -rf $(VENV) $(VLLM) dist site
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(VLLM) dist site

@@ -6,6 +6,7 @@ Shapes: T = tokens of a sequence, V = vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +69,12 @@ class Reference:
 
         ids = torch.tensor([list(token_ids)])
         with torch.no_grad():
-            cache = other.module(input_ids=ids[:, :kept], use_cache=True).past_key_values
-            out = self.module(input_ids=ids[:, kept:], past_key_values=cache, use_cache=True)
+            before = other.module(input_ids=ids[:, :kept], use_cache=True)
+            # transformers 5.24 has renamed what is kept.
+            taken = inspect.signature(self.module.forward).parameters
+            name = "cache" if "cache" in taken else "past_key_values"
+            kept_values = {name: getattr(before, name)}
+            out = self.module(input_ids=ids[:, kept:], use_cache=True, **kept_values)
         logits: Tensor = out.logits[0].float()
         return logits
 
