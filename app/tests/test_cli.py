@@ -79,7 +79,7 @@ def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "error: orchestrator.bach_size: unknown key; did you mean 'batch_size'?\n"
+        "error: command line: orchestrator.bach_size: unknown key; did you mean 'batch_size'?\n"
     )
 
 
@@ -155,6 +155,10 @@ def test_files_first_then_overrides():
         ["--seed", "3"],
     )
     assert split_arguments(["a.toml"]) == (["a.toml"], [])
+    assert split_arguments(["@", "a.toml", "@b.toml", "--ckpt"]) == (
+        ["a.toml", "b.toml"],
+        ["--ckpt"],
+    )
 
 
 def test_help_shows_the_commands():
