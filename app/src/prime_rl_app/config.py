@@ -275,7 +275,9 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
         if depth == len(path):
             old = current.get(key) if isinstance(current, dict) else None
-            both = isinstance(old, dict) and isinstance(value, dict)
-            current[key] = merge(old, value) if both else value
+            if isinstance(old, dict) and isinstance(value, dict):
+                current[key] = merge(old, value)
+            else:
+                current[key] = value
         else:
             current = current[key] if isinstance(current, list) else current.setdefault(key, {})

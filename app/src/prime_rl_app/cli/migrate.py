@@ -79,7 +79,7 @@ def read(file: Any) -> dict[str, Any]:
     if file.suffix not in (".yaml", ".yml"):
         return read_toml(file)
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         table = yaml.safe_load(file.read_text("utf-8"))
     except ImportError:

@@ -78,8 +78,9 @@ def fits(info: FieldInfo, value: Any) -> bool:
     if isinstance(value, dict):
         return _model_in(info.annotation) is not None or "dict" in str(info.annotation)
     bounds = info.metadata or [None]
+    bounded: Any = Annotated[info.annotation, *bounds]
     try:
-        TypeAdapter(Annotated[info.annotation, *bounds]).validate_python(value)
+        TypeAdapter(bounded).validate_python(value)
     except ValidationError:
         return False
     return True
