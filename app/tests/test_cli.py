@@ -79,7 +79,7 @@ def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "error: orchestrator.bach_size: unknown key; did you mean 'batch_size'?\n"
+        "error: command line: orchestrator.bach_size: unknown key; did you mean 'batch_size'?\n"
     )
 
 
@@ -87,7 +87,7 @@ def test_a_forgotten_launcher_is_an_error_of_the_launcher(tmp_path, toml):
     done = prime_rl("run", toml, "--launcher", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: launcher: no installed plugin offers the launcher '--dry-run' (installed: "
+        "error: command line: launcher: no installed plugin offers the launcher '--dry-run' (installed: "
     )
 
 
@@ -155,6 +155,10 @@ def test_files_first_then_overrides():
         ["--seed", "3"],
     )
     assert split_arguments(["a.toml"]) == (["a.toml"], [])
+    assert split_arguments(["@", "a.toml", "@b.toml", "--ckpt"]) == (
+        ["a.toml", "b.toml"],
+        ["--ckpt"],
+    )
 
 
 def test_help_shows_the_commands():

@@ -134,6 +134,40 @@ def test_a_file_of_a_windows_editor_is_read(toml, tmp_path):
     assert load_config([path]).orchestrator.train.env[0].args == {"text": "ü\u2028\u0085"}
 
 
+HABITS = [
+    ("--ckpt", "ckpt", {"enabled": True}),
+    ("--no-ckpt", "ckpt", {"enabled": False}),
+    ("--trainer.lora", "trainer.lora", {}),
+    ("--monitors.wandb", "monitors.wandb", {}),
+    ("--trainer.lora.target-modules q v", "trainer.lora.target_modules", ["q", "v"]),
+    ("--plugins.disabled a 7", "plugins.disabled", ["a", 7]),
+    ("--deployment.trainer-gpus 0 1", "deployment.trainer_gpus", [0, 1]),
+    ("""--monitors.wandb {"project":"a","tags":["x",null]}""", "monitors.wandb",
+     {"project": "a", "tags": ["x", None]}),
+    ("""--trainer.optim {"lr":1}""", "trainer.optim", {"lr": 1}),
+    ("--model.name {a:b", "model.name", "{a:b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "key", "value"), HABITS)
+def test_habits_of_upstreams_command_line(words, key, value):
+    assert parse_overrides(words.split(" ")) == [(key.split("."), value)]
+
+
+def test_a_table_of_the_command_line_is_laid_over_that_of_the_file(toml):
+    config = load_config([toml(LEAST + "[trainer.optim]\nlr = 1.0\n")], ["--trainer.optim",
+        '{"weight_decay": 0.5}', "--no-ckpt", "--plugins.disabled", "a", "7"])  # fmt: skip
+    optim = config.trainer.optim
+    assert (optim.lr, optim.weight_decay, config.ckpt.enabled) == (1.0, 0.5, False)
+    assert config.plugins.disabled == ("a", "7")
+
+
+@pytest.mark.parametrize("words", ["--seed 1 2", "--plugins.disabled a b.toml", "--ckpt true x"])
+def test_words_where_no_list_belongs_are_refused(words):
+    with pytest.raises(ConfigError, match="Config files come before the overrides"):
+        parse_overrides(words.split())
+
+
 @pytest.mark.parametrize("argument", ["stray", "-x", "--"])
 def test_a_stray_argument(argument):
     with pytest.raises(ConfigError) as caught:

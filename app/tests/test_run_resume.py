@@ -57,6 +57,7 @@ def plan(asked: RunConfig, what: str) -> Plan:
         (["a.toml", "--resume"], ["a.toml"], "latest"),
         (["a.toml", "--resume", "latest", "--seed", "1"], ["a.toml", "--seed", "1"], "latest"),
         (["a.toml", "--resume", "40"], ["a.toml"], "40"),
+        (["a.toml", "--resume.step", "40"], ["a.toml"], "40"),
         (["a.toml", "--resume=runs/x/checkpoints/step_4"], ["a.toml"], "runs/x/checkpoints/step_4"),
         (["--resume", "a.toml", "--seed", "1"], ["a.toml", "--seed", "1"], "latest"),
         (["a.toml", "--resume", "--seed", "1"], ["a.toml", "--seed", "1"], "latest"),

@@ -2,7 +2,8 @@
 
 The installed defaults come first. Files compose left to right: tables merge key by key, lists are
 replaced whole. ``--dotted.key value`` comes last; a number in the path
-(``--orchestrator.train.env.0.group_size 4``) names an entry of a list.
+(``--orchestrator.train.env.0.group_size 4``) names an entry of a list. A table may be JSON, a list
+several words, and ``--ckpt`` or ``--no-ckpt`` switches a table on or off.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from prime_rl.config.explain import TAGS, TEXT_TYPES, explain, is_scalar
 from prime_rl.config.run import RunConfig
 from prime_rl.entries import entries, leaving_out
 from prime_rl.errors import ConfigError
+from prime_rl.registry.offers import bringer
+from prime_rl_app.foreign import may_be_list, our_keys
 from prime_rl_app.open_files import fit as fit_open_files
 
 DEFAULTS = "prime_rl_app.plugin"
@@ -42,10 +45,15 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConf
     table: dict[str, Any] = {}
     for file in files:
         table = merge(table, read_toml(file))
+    override(table, overrides)
+    return build_config(table)
+
+
+def override(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write what the command line sets into a table. Raises ``ConfigError``."""
     for path, value in parse_overrides(overrides):
         set_at(table, path, value)
     keep_texts(table, overrides)
-    return build_config(table)
 
 
 def keep_texts(table: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -58,8 +66,12 @@ def keep_texts(table: dict[str, Any], overrides: Sequence[str]) -> None:
         for problem in error.errors():
             path = tuple(str(part) for part in problem["loc"] if part not in TAGS)
             text = texts.get(path)
-            if problem["type"] in TEXT_TYPES and text is not None and is_scalar(problem["input"]):
+            is_text = problem["type"] in TEXT_TYPES and is_scalar(problem["input"])
+            if is_text and isinstance(text, str):
                 set_at(table, path, text)
+            words = texts.get(path[:-1])
+            if is_text and isinstance(words, list) and path[-1].isdecimal():
+                set_at(table, path, words[int(path[-1])])
 
 
 def build_config(table: Mapping[str, Any]) -> RunConfig:
@@ -162,20 +174,38 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
     (["flag"], "true"), (["other"], "false")]``."""
     result: list[tuple[list[str], Any]] = []
     for path, text in _split_overrides(arguments):
-        if text is not None:
+        if isinstance(text, list):
+            result.append((path, [parse_value(each) for each in text]))
+        elif text is not None:
             result.append((path, parse_value(text)))
-        # As text: only a switch takes it, so that a forgotten value is no silent 1.
         elif path[0].startswith("no_"):
-            result.append(([path[0].removeprefix("no_"), *path[1:]], "false"))
+            path = [path[0].removeprefix("no_"), *path[1:]]
+            result.append((path, _switched(path, on=False)))
         else:
-            result.append((path, "true"))
+            result.append((path, _switched(path, on=True)))
 
     return result
 
 
-def _split_overrides(arguments: Sequence[str]) -> list[tuple[list[str], str | None]]:
-    """Dotted keys and what the user typed as their values; None: a switch."""
-    result: list[tuple[list[str], str | None]] = []
+def _switched(path: list[str], on: bool) -> Any:
+    """What a key without a value sets: a switch, or a table that has one or is one."""
+    if ".".join([*path, "enabled"]) in our_keys():
+        return {"enabled": on}
+    is_tuning = path[:-1] == ["trainer"] and bringer("tuning", path[-1]) is not None
+    is_part = path[:-1] in (["monitors"], ["trainer", "heads"]) or is_tuning
+    if on and is_part:
+        return {}
+    # As text: only a switch takes it, so that a forgotten value is no silent 1.
+    return "true" if on else "false"
+
+
+Typed = str | list[str] | None
+"""What the user typed after a key: a value, several words, or nothing."""
+
+
+def _split_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Typed]]:
+    """Dotted keys and what the user typed as their values."""
+    result: list[tuple[list[str], Typed]] = []
     rest = list(arguments)
     while rest:
         name = rest.pop(0)
@@ -185,28 +215,51 @@ def _split_overrides(arguments: Sequence[str]) -> list[tuple[list[str], str | No
             )
 
         name, equals, text = name[2:].partition("=")
-        value: str | None = text if equals else None
+        path = name.replace("-", "_").split(".")
+        value: Typed = text if equals else None
         if not equals and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        result.append((name.replace("-", "_").split("."), value))
+            # Several words are a list, where one may be.
+            words = [value]
+            while rest and _is_word(rest[0]) and may_be_list(path):
+                words.append(rest.pop(0))
+            value = words if len(words) > 1 else value
+        result.append((path, value))
 
     return result
 
 
+def _is_word(text: str) -> bool:
+    """Whether it may be an element of a list: no option, and no file."""
+    is_number = text[1:2].isdigit() or text[1:2] == "."
+    return text != "@" and not text.endswith(".toml") and (text[:1] != "-" or is_number)
+
+
 def parse_value(text: str) -> Any:
-    """A TOML value (number, bool, list, inline table), ``None``, or else a string. A date is a
-    string: no key takes one."""
+    """A TOML value (number, bool, list, inline table), a table or list of JSON, ``None``, or else a
+    string. A date is a string: no key takes one."""
     if text == "None":
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        return _json(text)
     return text if isinstance(value, datetime.date | datetime.time) else value
 
 
+def _json(text: str) -> Any:
+    """A table or list of JSON; any other text as it is."""
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Write ``value`` at a dotted path. Raises ``ConfigError`` if it leads through a value."""
+    """Write ``value`` at a dotted path; a table is laid over the one that is there. Raises
+    ``ConfigError`` if the path leads through a value."""
     current: Any = table
     for depth, part in enumerate(path, start=1):
         if not isinstance(current, dict | list):
@@ -221,6 +274,10 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
             key = int(part)
 
         if depth == len(path):
-            current[key] = value
+            old = current.get(key) if isinstance(current, dict) else None
+            if isinstance(old, dict) and isinstance(value, dict):
+                current[key] = merge(old, value)
+            else:
+                current[key] = value
         else:
             current = current[key] if isinstance(current, list) else current.setdefault(key, {})

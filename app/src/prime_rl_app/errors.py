@@ -8,146 +8,29 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.explain import TAGS
+from prime_rl.config.explain import TAGS, UNKNOWN
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl_app.config import (
     fitted,
     installed_defaults,
-    keep_texts,
     merge,
-    parse_overrides,
+    override,
     read_toml,
-    set_at,
     without_replaced,
 )
-
-NAMES_ELSEWHERE = {
-    "learning_rate": "trainer.optim.lr",
-    "actor_learning_rate": "trainer.optim.lr",
-    "lr": "trainer.optim.lr",
-    "weight_decay": "trainer.optim.weight_decay",
-    "lr_scheduler_type": "trainer.scheduler.type",
-    "lr_scheduler": "trainer.scheduler.type",
-    "warmup": "trainer.scheduler.warmup_steps",
-    "num_warmup_steps": "trainer.scheduler.warmup_steps",
-    "warmup_steps": "trainer.scheduler.warmup_steps",
-    "warmup_ratio": "trainer.scheduler.warmup_steps",
-    "lr_warmup_steps": "trainer.scheduler.warmup_steps",
-    "adam_beta1": "trainer.optim.beta1",
-    "adam_beta2": "trainer.optim.beta2",
-    "max_grad_norm": "trainer.optim.max_norm",
-    "grad_clip": "trainer.optim.max_norm",
-    "gradient_clipping": "trainer.optim.max_norm",
-    "batch_size": "orchestrator.batch_size",
-    "train_batch_size": "orchestrator.batch_size",
-    "rollout_batch_size": "orchestrator.batch_size",
-    "generation_batch_size": "orchestrator.batch_size",
-    "ppo_mini_batch_size": "trainer.minibatches",
-    "num_mini_batches": "trainer.minibatches",
-    "ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
-    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "micro_train_batch_size": "trainer.micro_batch_tokens",
-    "per_device_train_batch_size": "trainer.micro_batch_tokens",
-    "gradient_accumulation_steps": "trainer.micro_batch_tokens",
-    "num_generations": "orchestrator.group_size",
-    "rollout_n": "orchestrator.group_size",
-    "num_rollouts": "orchestrator.group_size",
-    "n_samples_per_prompt": "orchestrator.group_size",
-    "group_size": "orchestrator.group_size",
-    "temperature": "orchestrator.train.sampling.temperature",
-    "max_completion_length": "orchestrator.train.sampling.max_completion_tokens",
-    "max_response_length": "orchestrator.train.sampling.max_completion_tokens",
-    "max_new_tokens": "orchestrator.train.sampling.max_completion_tokens",
-    "max_tokens": "orchestrator.train.sampling.max_completion_tokens",
-    "max_completion_tokens": "orchestrator.train.sampling.max_completion_tokens",
-    "generate_max_len": "orchestrator.train.sampling.max_completion_tokens",
-    "max_prompt_length": "seq_len",
-    "max_model_len": "seq_len",
-    "max_length": "seq_len",
-    "max_seq_len": "seq_len",
-    "max_seq_length": "seq_len",
-    "model_name": "model.name",
-    "model_name_or_path": "model.name",
-    "total_steps": "max_steps",
-    "num_steps": "max_steps",
-    "num_train_epochs": "max_steps",
-    "num_epochs": "max_steps",
-    "num_episodes": "max_steps",
-    "total_epochs": "max_steps",
-    "total_training_steps": "max_steps",
-    "save_steps": "ckpt.interval",
-    "save_total_limit": "ckpt.keep_last",
-    "save_freq": "ckpt.interval",
-    "eval_steps": "orchestrator.eval.env.0.interval",
-    "test_freq": "orchestrator.eval.env.0.interval",
-    "run_name": "run.name",
-    "experiment_name": "run.name",
-    "advantage_estimator": "orchestrator.algo.type",
-    "adv_estimator": "orchestrator.algo.type",
-    "algorithm": "orchestrator.algo",
-    "actor_rollout_ref": "trainer",
-    "data": "orchestrator.train",
-    "loss_type": "trainer.loss.type",
-    "num_iterations": "trainer.epochs",
-    "ppo_epochs": "trainer.epochs",
-    "num_ppo_epochs": "trainer.epochs",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "enable_gradient_checkpointing": "trainer.activation_checkpointing",
-    "bf16": "trainer.dtype",
-    "attn_implementation": "trainer.attention",
-    "n_gpus_per_node": "trainer.num_ranks",
-    "wandb_project": "monitors.wandb.project",
-    "project_name": "monitors.wandb.project",
-    "report_to": "monitors",
-}
-"""Names that TRL, verl, OpenRLHF and Hugging Face's trainer give to a key of ours."""
-
-_PENALTY = "orchestrator.algo.penalties"
-_BASELINES = "the algorithms of prime-rl-baselines"
-_CLIPPED = """trainer.loss.type = "ppo_clip\""""
-_LORA = "prime-rl-lora"
-KEYS_OF_PLUGINS = {
-    **dict.fromkeys(
-        ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "use_kl_loss"),
-        (f"{_PENALTY}.kl_to_initial", _BASELINES),
-    ),
-    **dict.fromkeys(
-        ("entropy_coeff", "entropy_coef", "ent_coef"), (f"{_PENALTY}.entropy_bonus", _BASELINES)
-    ),
-    **dict.fromkeys(
-        ("clip_range", "clip_ratio", "cliprange", "eps_clip", "epsilon", "clip_eps"),
-        ("trainer.loss.clip_eps_high", _CLIPPED),
-    ),
-    **dict.fromkeys(
-        ("clip_ratio_high", "eps_clip_high", "epsilon_high"),
-        ("trainer.loss.clip_eps_high", _CLIPPED),
-    ),
-    "clip_ratio_low": ("trainer.loss.clip_eps_low", _CLIPPED),
-    "eps_clip_low": ("trainer.loss.clip_eps_low", _CLIPPED),
-    "clip_ratio_c": ("trainer.loss.dual_clip", _CLIPPED),
-    "lora_r": ("trainer.lora.rank", _LORA),
-    "lora_rank": ("trainer.lora.rank", _LORA),
-    "lora_alpha": ("trainer.lora.alpha", _LORA),
-    "lora_dropout": ("trainer.lora.dropout", _LORA),
-    "lora_target_modules": ("trainer.lora.target_modules", _LORA),
-    **dict.fromkeys(
-        ("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
-        ("inference.vllm.gpu_memory_utilization", "prime-rl-vllm"),
-    ),
-    **dict.fromkeys(
-        ("vllm_tensor_parallel_size", "tensor_model_parallel_size"),
-        ("inference.vllm.tensor_parallel_size", "prime-rl-vllm"),
-    ),
-}
-"""The same for a plugin's keys: key and what has it."""
+from prime_rl_app.foreign import Match, advice
 
 NOT_GIVEN = "required, and nothing was given"
+NOT_OFFERED = "no installed plugin offers"
+COMMAND_LINE = "command line"
 _LINE = re.compile(r"^(?P<key>[A-Za-z_][\w.-]*): (?P<problem>.*)$", re.DOTALL)
 _OF_PLUGIN = re.compile(r" \(\w+ '[^']*'\)(?=[.:])")
 """``trainer.loss (loss 'default').adv_tau``: whose key it is."""
@@ -157,22 +40,88 @@ _KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*")(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*
 
 
 def explained(message: str, arguments: Sequence[str]) -> str:
-    """The message of an error; each line about a key gets the file and line that set it.
-    ``arguments``: the command line, which names the files."""
-    places: dict[str, str] = {}
-    for word in arguments:
-        if word.endswith(".toml") and Path(word).is_file():
-            text = Path(word).read_text(errors="replace")
-            places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
-            places |= {f"env {label}": places[key] for label, key in _labels(text) if key in places}
-
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
+    """The message of an error; each line about a key gets the file and line that set it, or says
+    that the command line did. ``arguments``: the command line, which names the files."""
+    source = Source.of(arguments)
     lines = message.split("\n")
     if arguments[:1] == ["run"] and (left := _left(arguments[1:], lines)):
         lines += ["With these keys left out:", *left]
-    if places and all(f"{key}: {NOT_GIVEN}" in lines for key in ("model", "max_steps")):
+    if source.places and all(f"{key}: {NOT_GIVEN}" in lines for key in ("model", "max_steps")):
         lines += ["A file with a part of a config goes after one with the rest: A.toml B.toml."]
-    return "\n".join(_explained(line, places, given) for line in lines)
+    return "\n".join(each for line in lines for each in _explained(line, source))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the keys of a run were set."""
+
+    places: dict[str, str]
+    """``FILE:LINE`` of each key of the files, and of ``env LABEL``; numbers of list entries are
+    part of a key."""
+    overridden: frozenset[str]
+    """Dotted keys of the command line."""
+    values: dict[str, Any]
+    """What files and command line set, by the dotted key; of keys that are no table."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Source:
+        """What a command line names."""
+        places: dict[str, str] = {}
+        table: dict[str, Any] = {}
+        for word in arguments:
+            if word.endswith(".toml") and Path(word).is_file():
+                text = Path(word).read_text(errors="replace")
+                places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
+                labels = {f"env {label}": key for label, key in _labels(text)}
+                places |= {label: places[key] for label, key in labels.items() if key in places}
+                with suppress(PrimeRLError):
+                    table = merge(table, read_toml(Path(word)))
+
+        overridden = set()
+        for word in arguments:
+            if word.startswith("--"):
+                key = word[2:].partition("=")[0].replace("-", "_")
+                overridden |= {key, key.removeprefix("no_")}
+        with suppress(PrimeRLError):
+            first = next((n for n, word in enumerate(arguments) if word.startswith("--")), None)
+            override(table, [] if first is None else arguments[first:])
+
+        return cls(places, frozenset(overridden), dict(leaves(table)))
+
+    def place(self, key: str) -> str | None:
+        """Where a key was set; None: nowhere that is known."""
+        if self.is_overridden(key):
+            return COMMAND_LINE
+        file_place = self.places.get(key) or self._place_in_a_list(key)
+        in_command_line = any(each.startswith(f"{key}.") for each in self.overridden)
+        in_file = any(each.startswith(f"{key}.") for each in self.places)
+        if in_command_line and not in_file:
+            return COMMAND_LINE
+        return file_place
+
+    def is_overridden(self, key: str) -> bool:
+        """Whether the command line set the key, or a table that it is in."""
+        return any(key == each or key.startswith(f"{each}.") for each in self.overridden)
+
+    def _place_in_a_list(self, key: str) -> str | None:
+        """The place of a key whose message leaves out the number of its list entry."""
+        places = [place for each, place in self.places.items() if without_numbers(each) == key]
+        return places[0] if len(places) == 1 else None
+
+
+def leaves(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each value of a table that is no table itself, or an empty one."""
+    is_list = isinstance(table, list) and any(isinstance(each, dict) for each in table)
+    if place and (table in ({}, []) or not (isinstance(table, dict) or is_list)):
+        yield place, table
+        return
+    for key, value in enumerate(table) if isinstance(table, list) else table.items():
+        yield from leaves(value, f"{place}.{key}".lstrip("."))
+
+
+def without_numbers(key: str) -> str:
+    """A dotted key without the numbers of list entries."""
+    return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
 def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -186,9 +135,7 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
         table: dict[str, Any] = {}
         for file in files:
             table = merge(table, read_toml(Path(file)))
-        for path, value in parse_overrides(overrides):
-            set_at(table, path, value)
-        keep_texts(table, overrides)
+        override(table, overrides)
         config, refused = _without_refused(without_replaced(merge(installed_defaults(), table)))
         if config is not None and any(line.startswith(refused) for line in known):
             check(fitted(config)[0])
@@ -219,37 +166,66 @@ def _without_refused(table: dict[str, Any]) -> tuple[RunConfig | None, tuple[str
                 refused.append(f"{'.'.join(map(str, path))}: ")
 
 
-def _explained(line: str, places: dict[str, str], overridden: set[str]) -> str:
-    found = _OF_ENV.match(line)
-    if found:
-        label, rest = found.groups()
-        place = _place_of_env(label, _OF_PLUGIN.sub("", rest), places, overridden)
-        return f"{place}: {line}" if place else line
+def _explained(line: str, source: Source) -> Iterator[str]:
+    """A line of a message with the place that it speaks of. For a table of keys that other
+    frameworks have: a line for each of them."""
+    of_env = _OF_ENV.match(line)
+    if of_env is not None:
+        label, rest = of_env.groups()
+        place = _place_of_env(label, _OF_PLUGIN.sub("", rest), source)
+        yield f"{place}: {line}" if place else line
+        return
 
-    found = _LINE.match(_OF_PLUGIN.sub("", line))
-    if found is None:
-        return line
-    key = found["key"]
-    problem = found["problem"]
-    name = key.rpartition(".")[2]
-    ours, owner = KEYS_OF_PLUGINS.get(name, (NAMES_ELSEWHERE.get(name), ""))
-    if problem.startswith("unknown key") and ours not in (None, key):
-        line = f"{key}: unknown key; did you mean {ours!r}" + (f" of {owner}?" if owner else "?")
-    place = None if key in overridden else places.get(key)
-    return line if place is None else f"{place}: {line}"
+    parsed = _LINE.match(_OF_PLUGIN.sub("", line))
+    if parsed is None:
+        yield line
+        return
+
+    key = parsed["key"]
+    told = {}
+    if parsed["problem"].startswith("unknown key"):
+        told = _advice(key, source)
+    elif parsed["problem"].startswith(NOT_OFFERED):
+        told = {each: match for each, match in _advice(key, source).items() if match is not None}
+    for each, match in (told or {key: None}).items():
+        said = line if match is None and each == key else f"{each}: {in_words(match)}"
+        place = source.place(each)
+        yield said if place is None else f"{place}: {said}"
 
 
-def _place_of_env(
-    label: str, rest: str, places: dict[str, str], overridden: set[str]
-) -> str | None:
+def _advice(key: str, source: Source) -> dict[str, Match | None]:
+    """What is known about a key that is unknown here; about each key in it, if it is a table of
+    another framework. Empty: nothing."""
+    inner = [each for each in source.values if each.startswith(f"{key}.")]
+    by_key = {each: advice(each, source.values[each]) for each in inner}
+    if any(by_key.values()):
+        return by_key
+    match = advice(key, source.values.get(key, UNKNOWN))
+    return {} if match is None else {key: match}
+
+
+def in_words(match: Match | None) -> str:
+    """``unknown key; did you mean 'trainer.lora.rank' (of prime-rl-lora)?``"""
+    if match is None:
+        return "unknown key"
+    if match.ours is None:
+        return f"unknown key, with no counterpart here: {match.note}"
+    note = f" ({match.note})" if match.note else ""
+    return f"unknown key; did you mean {match.ours!r}{note}?"
+
+
+def _place_of_env(label: str, rest: str, source: Source) -> str | None:
     """Where the key is set that an env's message begins with (its own table or the shared one);
     else where the env's table begins."""
     key = (re.match(r"[\w.]+", rest) or [""])[0]
+    places = source.places
     table = places.get(f"env {label}", "")
     own = next((k for k, place in places.items() if place == table and k[-1:].isdigit()), "")
     for each in (f"{own}.{key}", f"{own}.{key.partition('.')[0]}", f"orchestrator.{key}"):
-        if each in places or each in overridden:
-            return places.get(each) if each not in overridden else None
+        if key and source.is_overridden(each):
+            return COMMAND_LINE
+        if each in places:
+            return places[each]
     return table or None
 
 

@@ -197,6 +197,12 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
     cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
     where = f"inference.{inference.engine}"
     unread = [key for key in inference.model_extra or {} if key != inference.engine]
+    if unread and (unread[0] in collect(hooks, ENGINE) or bringer(ENGINE.name, unread[0])):
+        raise ConfigError(
+            f"inference.{unread[0]}: has the settings of the engine {unread[0]!r}, and "
+            f"inference.engine is {inference.engine!r}. Set inference.engine = "
+            f'"{unread[0]}", or leave the table out.'
+        )
     if unread:
         raise ConfigError(
             f"inference.{unread[0]}: unknown key; the engine's own settings go into [{where}]"

@@ -1,4 +1,4 @@
-"""The command tree: ``run`` is the application's, every other command is a plugin's.
+"""The command tree: ``run`` and ``migrate`` are the application's, all others are of plugins.
 
 The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
 plugins takes longer than everything else. A command that none of them registers is looked for in
@@ -22,7 +22,7 @@ from prime_rl.registry.manager import (
     disabled_names,
     source_of,
 )
-from prime_rl_app.cli import run
+from prime_rl_app.cli import migrate, run
 
 COMMANDS = "prime_rl.commands"
 """Entry-point group of the plugins whose commands the help shows."""
@@ -107,6 +107,7 @@ def _missing(broken: list[PluginError]) -> str:
 
 
 app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
+app.command("migrate", rich_help_panel="Train")(migrate.migrate)
 app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
 errors = add_commands(COMMANDS)
 if errors:

@@ -94,17 +94,19 @@ def run(
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split into files, which come first, and overrides, which start at the first ``--key``."""
+    """Split into files, which come first, and overrides, which start at the first ``--key``. A file
+    may follow an ``@``."""
     first = next((i for i, a in enumerate(arguments) if a.startswith("--")), len(arguments))
-    return arguments[:first], arguments[first:]
+    files = [word.removeprefix("@") for word in arguments[:first]]
+    return [file for file in files if file], arguments[first:]
 
 
 def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
     """Extract ``--resume [WHAT]`` or ``--resume=WHAT``; ``latest`` if it has no value. Typer has no
-    options with an optional value."""
+    options with an optional value. ``--resume.step`` and ``--resume.dir`` are the same."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name != "--resume":
+        if name not in ("--resume", "--resume.step", "--resume.dir"):
             continue
         before = arguments[:index]
         after = arguments[index + 1 :]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import difflib
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 TAGS = ("policy", "frozen", "plugin")
 """Union tags that pydantic puts into a path."""
@@ -35,12 +36,14 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     location = tuple(part for part in problem["loc"] if part not in TAGS)
     place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
-    known = sorted(_fields_at(model, location[:-1]))
+    known = _fields_at(model, location[:-1])
     is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
     if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        here = f"known here: {', '.join(known) or 'none'}{', tables of plugins' * is_value}"
-        return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
+        if close and fits(known[close[0]], problem["input"]):
+            return f"{place}: unknown key; did you mean {close[0]!r}?"
+        here = f"known here: {', '.join(sorted(known)) or 'none'}"
+        return f"{place}: unknown key; {here}{', tables of plugins' if is_value else ''}"
 
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
@@ -63,14 +66,34 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, bool | int | float | datetime.date | datetime.time)
 
 
-def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
+UNKNOWN = object()
+"""A value that is not at hand."""
+
+
+def fits(info: FieldInfo, value: Any) -> bool:
+    """Whether a field may take a value: else a similar name is no hint. Of a table, only that it is
+    one."""
+    if value is UNKNOWN:
+        return True
+    if isinstance(value, dict):
+        return _model_in(info.annotation) is not None or "dict" in str(info.annotation)
+    bounds = info.metadata or [None]
+    bounded: Any = Annotated[info.annotation, *bounds]
+    try:
+        TypeAdapter(bounded).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> dict[str, FieldInfo]:
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):
             continue
         info = current.model_fields.get(part) if current else None
         current = _model_in(info.annotation) if info else None
-    return set(current.model_fields) if current else set()
+    return dict(current.model_fields) if current else {}
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.base import Settings
-from prime_rl.config.explain import explain
+from prime_rl.config.explain import explain, fits
 from prime_rl.config.orchestrator import (
     AlgoConfig,
     FilterConfig,
@@ -228,13 +228,20 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
     ``ConfigError``, also for a table of nothing that is installed."""
     offers = collect(hooks, TRAINER_OBSERVER)
     tunings = collect(hooks, TUNING)
-    for name in sorted(tables.keys() - tunings.keys()):
+    problems = []
+    for name in sorted(tables.keys() - tunings.keys() - offers.keys()):
         close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
-        if close and name not in offers:
-            raise ConfigError(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
+        if close and fits(TrainerConfig.model_fields[close[0]], tables[name]):
+            problems.append(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
+            continue
         kind: Kind[Any] = TUNING if bringer(TUNING.name, name) else TRAINER_OBSERVER
-        select(kind, name, offers, f"trainer.{name}")
+        try:
+            select(kind, name, offers, f"trainer.{name}")
+        except ConfigError as error:
+            problems.append(str(error))
 
+    if problems:
+        raise ConfigError("\n".join(problems))
     return [
         each.cls(settings_of(each.cls, TRAINER_OBSERVER, tables.get(name, {}), f"trainer.{name}"))
         for name, each in offers.items()

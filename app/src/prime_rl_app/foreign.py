@@ -1,0 +1,866 @@
+"""What other frameworks call our keys: upstream prime-rl, TRL, verl, OpenRLHF, Hugging Face.
+
+One table serves ``prime-rl migrate`` and every error about an unknown key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prime_rl.config.base import PluginTable
+from prime_rl.config.explain import UNKNOWN, fits
+from prime_rl.config.run import RunConfig
+from prime_rl.registry.offers import bringer
+
+
+class Foreign(NamedTuple):
+    """Where a key of another framework is in our config, and what differs."""
+
+    ours: str | None
+    """None: it has no counterpart, and the note says why or what to do."""
+    note: str = ""
+
+
+MOE = "expert parallelism: the trainer shards every expert over all ranks (FSDP)"
+ROUTER = "the run spreads its requests over the replicas by itself"
+DISAGGREGATED = "prefill and decode on separate engines is not supported"
+OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
+SFT = "a key of supervised fine-tuning, which migrate does not translate"
+PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
+EXPORT = "export it in the shell that starts the run; launcher ray: launcher.forward_env"
+REWARDS = "rewards are part of an environment: orchestrator.train.env"
+ONE_CKPT = "one [ckpt] holds the state of trainer and orchestrator"
+DATA = "an environment brings its data: orchestrator.train.env"
+
+PRIME_RL: dict[str, Foreign] = {
+    # The whole run.
+    "clean": Foreign(None, "a run directory is never reused; delete it, or give another run.name"),
+    "resume.**": Foreign(None, "on the command line: prime-rl run CONFIG --resume [STEP|DIR]"),
+    "run.dir": Foreign("run.name"),
+    "bench.**": Foreign(None, "prime-rl plan estimates a run"),
+    "env_vars.**": Foreign(None, EXPORT),
+    "slurm.**": Foreign(None, "migrate writes an sbatch file from this table"),
+    "tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
+    "monitors.prime.**": Foreign(None, "the platform of upstream; use monitors.wandb"),
+    "monitors.wandb.shared": Foreign(None, "one W&B run has the metrics of all processes"),
+    "monitors.wandb.offline": Foreign("monitors.wandb.mode", 'true is mode = "offline"'),
+    "wandb.project": Foreign("monitors.wandb.project"),
+    "wandb.name": Foreign("monitors.wandb.name"),
+    "wandb.entity": Foreign("monitors.wandb.entity"),
+    "wandb.group": Foreign("monitors.wandb.group"),
+    "wandb.tags": Foreign("monitors.wandb.tags"),
+    "wandb.offline": Foreign("monitors.wandb.mode", 'true is mode = "offline"'),
+    "wandb.log_extras.**": Foreign(None, "monitors.wandb.table_interval and table_rows"),
+    "log.vf_level": Foreign("log.level"),
+    "log.json_logging": Foreign(None, "logs are text; metrics.jsonl has every number as JSON"),
+    "log.interval": Foreign(None, "monitors.file.interval sets the steps between full lines"),
+    "log.log_data": Foreign(None, "trainer.token_export writes what was trained"),
+    "log.ranks_filter": Foreign(None, "each rank has a log of its own"),
+    "log.file": Foreign(None, "logs are always files, in <run>/logs"),
+    "max_async_level": Foreign("orchestrator.max_off_policy_steps"),
+    "async_level": Foreign("orchestrator.max_off_policy_steps"),
+    "model.seq_len": Foreign("seq_len"),
+    "model.vlm.**": Foreign(None, "multimodal models are not supported"),
+    "model.compile": Foreign("trainer.compile"),
+    "model.trust_remote_code": Foreign(None, "code of a model's repository is never run"),
+    "model.impl": Foreign(None, "models are those of transformers"),
+    "model.attn": Foreign(None, "trainer.attention selects the kernel, by default the fastest"),
+    "ckpt.resume_step": Foreign(None, "on the command line: prime-rl run CONFIG --resume STEP"),
+    "ckpt.output_dir": Foreign(None, "checkpoints are in the run directory: output_dir"),
+    "ckpt.skip_progress": Foreign(None, "prime-rl run --resume DIR in a new run starts at step 1"),
+    "ckpt.skip_scheduler": Foreign(None, "the schedule follows the step"),
+    "ckpt.skip_dataloader": Foreign(None, "the sampler's state is part of the checkpoint"),
+    "ckpt.skip_optimizer": Foreign(None, "a resumed run always loads the optimizer"),
+    "ckpt.weights.**": Foreign(None, "a checkpoint has the weights as safetensors"),
+    "ckpt.weights_only": Foreign(None, "the last step exports the model to <run>/weights"),
+    # GPUs and machines.
+    "deployment.type": Foreign(
+        None, "several machines: launcher.type and deployment.trainer_nodes"
+    ),
+    "deployment.gpus_per_node": Foreign(None, "launcher ray finds the GPUs of each node"),
+    "deployment.num_train_gpus": Foreign("trainer.num_ranks"),
+    "deployment.num_infer_gpus": Foreign(
+        "inference.replicas", "one engine for each tensor_parallel_size GPUs"
+    ),
+    "deployment.num_train_nodes": Foreign("deployment.trainer_nodes"),
+    "deployment.num_infer_nodes": Foreign(
+        None, "the launcher places the engines; inference.replicas is their number"
+    ),
+    "deployment.num_infer_replicas": Foreign("inference.replicas"),
+    "deployment.nodes_per_fsdp_group": Foreign(
+        "trainer.dp_replicate", "the number of groups of ranks, each of which shards one copy"
+    ),
+    "deployment.**": Foreign(None, PLACES),
+    "trainer_gpu_ids": Foreign("deployment.trainer_gpus"),
+    "inference_gpu_ids": Foreign("deployment.inference_gpus"),
+    "teacher_gpu_ids": Foreign(None, "start a teacher with prime-rl serve, on GPUs of its own"),
+    # Engines.
+    "inference.server.host": Foreign("inference.host"),
+    "inference.server.port": Foreign("inference.port"),
+    "inference.server.liveness_timeout_seconds": Foreign("inference.hang_timeout"),
+    "inference.vllm.model": Foreign(None, "the engines serve model.name"),
+    "inference.vllm.max_model_len": Foreign("inference.max_model_len"),
+    "inference.vllm.data_parallel_size": Foreign(
+        "inference.replicas", "each replica is an engine of its own"
+    ),
+    "inference.vllm.enable_lora": Foreign(None, "set by the run if trainer.lora is there"),
+    "inference.vllm.enable_return_routed_experts": Foreign(None, "router replay is not supported"),
+    "inference.vllm.quantization": Foreign(None, "the policy is sampled in full precision"),
+    "inference.vllm.reasoning_parser": Foreign(None, "the renderer parses replies"),
+    "inference.vllm.tool_call_parser": Foreign(None, "the renderer parses replies"),
+    "inference.vllm.enable_auto_tool_choice": Foreign(None, "the renderer parses replies"),
+    "inference.vllm.chat_template": Foreign(None, "the renderer writes prompts"),
+    "inference.model.name": Foreign("model.name"),
+    "inference.model.max_model_len": Foreign("inference.max_model_len"),
+    "inference.model.dtype": Foreign("inference.vllm.dtype"),
+    "inference.model.enforce_eager": Foreign("inference.vllm.enforce_eager"),
+    "inference.model.**": Foreign(None, "vLLM's arguments go into [inference.vllm]"),
+    "inference.parallel.tp": Foreign("inference.vllm.tensor_parallel_size"),
+    "inference.parallel.dp": Foreign("inference.replicas"),
+    "inference.gpu_memory_utilization": Foreign("inference.vllm.gpu_memory_utilization"),
+    "inference.enable_lora": Foreign(None, "set by the run if trainer.lora is there"),
+    "inference.weight_broadcast.type": Foreign("weight_broadcast.type"),
+    "inference.env_vars.**": Foreign(None, EXPORT),
+    "inference.use_deep_gemm": Foreign(None, "export VLLM_USE_DEEP_GEMM=1"),
+    "inference.enable_fp32_lm_head": Foreign(
+        None, 'inference.vllm.dtype = "float32" is the nearest'
+    ),
+    "inference.deployment.**": Foreign(None, DISAGGREGATED),
+    "inference.router.**": Foreign(None, ROUTER),
+    "inference.kv_cache_offload.**": Foreign(None, "the KV cache stays on the GPU"),
+    # Weights and batches on their way.
+    "weight_broadcast.host": Foreign(None, "the address comes from the launcher"),
+    "weight_broadcast.port": Foreign(None, "a free port is chosen"),
+    "weight_broadcast.quantize_in_weight_transfer": Foreign(
+        "trainer.publish_dtype", 'true is "bfloat16"'
+    ),
+    "weight_broadcast.inference_world_size": Foreign(None, "the engines say how many they are"),
+    "weight_broadcast.save_sharded": Foreign(None, "all ranks write one file"),
+    "weight_broadcast.save_format": Foreign(None, "weights are safetensors"),
+    "weight_broadcast.session_id": Foreign(None, "of the transport nixl, which is not there"),
+    # The trainer.
+    "trainer.model.lora.rank": Foreign("trainer.lora.rank"),
+    "trainer.model.lora.alpha": Foreign("trainer.lora.alpha"),
+    "trainer.model.lora.dropout": Foreign("trainer.lora.dropout"),
+    "trainer.model.lora.target_modules": Foreign("trainer.lora.target_modules"),
+    "trainer.model.lora.modules_to_save": Foreign("trainer.lora.modules_to_save"),
+    "trainer.model.lora": Foreign("trainer.lora"),
+    "trainer.model.ac.freq": Foreign("trainer.activation_checkpointing"),
+    "trainer.model.ac.mode": Foreign("trainer.activation_checkpointing", "every n-th block"),
+    "trainer.model.ac.targets": Foreign(None, "activation_checkpointing takes whole blocks"),
+    "trainer.model.ac": Foreign("trainer.activation_checkpointing", "{} is 1"),
+    "trainer.model.ac_offloading.**": Foreign(None, "activations are never moved to the host"),
+    "trainer.model.compile": Foreign("trainer.compile"),
+    "trainer.model.compile.fullgraph": Foreign("trainer.compile"),
+    "trainer.model.name": Foreign("model.name"),
+    "trainer.model.seq_len": Foreign("trainer.micro_batch_tokens"),
+    "trainer.model.attn": Foreign(
+        None, "trainer.attention selects the kernel, the fastest if left"
+    ),
+    "trainer.model.impl": Foreign(None, "models are those of transformers"),
+    "trainer.model.dp_replicate": Foreign("trainer.dp_replicate"),
+    "trainer.model.ep": Foreign(None, MOE),
+    "trainer.model.ep_comm_backend": Foreign(None, MOE),
+    "trainer.model.cp": Foreign(None, "context parallelism is not supported: a rank holds a row"),
+    "trainer.model.cp_style": Foreign(None, "context parallelism is not supported"),
+    "trainer.model.fused_lm_head_token_chunk_size": Foreign(
+        None, "trainer.lm_head_block counts logits, and has a default for each device"
+    ),
+    "trainer.model.fused_lm_head_chunk_size": Foreign(
+        None, "trainer.lm_head_block counts logits, and has a default for each device"
+    ),
+    "trainer.model.optim_cpu_offload": Foreign(None, OFFLOAD),
+    "trainer.model.full_offload": Foreign(None, OFFLOAD),
+    "trainer.model.fsdp_cpu_offload": Foreign(None, OFFLOAD),
+    "trainer.model.optimization_dtype": Foreign(None, "weights that train are float32"),
+    "trainer.model.reduce_dtype": Foreign(None, "gradients are summed in float32"),
+    "trainer.model.quantization.**": Foreign(None, "the trainer computes in trainer.dtype"),
+    "trainer.model.reshard_after_forward": Foreign(None, "weights are always resharded"),
+    "trainer.model.debug.**": Foreign(None, "make a small model instead: model.name"),
+    "trainer.model.trust_remote_code": Foreign(None, "code of a model's repository is never run"),
+    "trainer.model.**": Foreign(None, "[trainer] has the keys of the model that trains"),
+    "trainer.optim.betas1": Foreign("trainer.optim.beta1"),
+    "trainer.optim.betas2": Foreign("trainer.optim.beta2"),
+    "trainer.optim.mu": Foreign("trainer.optim.momentum"),
+    "trainer.loss.ipo_mask_low": Foreign("trainer.loss.dppo_mask_low"),
+    "trainer.loss.ipo_mask_high": Foreign("trainer.loss.dppo_mask_high"),
+    "trainer.loss.teacher_tau": Foreign(None, 'orchestrator.algo.type = "opd" has a teacher'),
+    "trainer.ckpt.interval": Foreign("ckpt.interval"),
+    "trainer.ckpt.keep_last": Foreign("ckpt.keep_last"),
+    "trainer.ckpt.keep_interval": Foreign("ckpt.keep_interval"),
+    "trainer.ckpt.**": Foreign(None, ONE_CKPT),
+    "trainer.max_steps": Foreign("max_steps"),
+    "trainer.output_dir": Foreign("output_dir"),
+    "trainer.max_async_level": Foreign("orchestrator.max_off_policy_steps"),
+    "trainer.dist_timeout_seconds": Foreign("recovery.hang_timeout"),
+    "trainer.enable_router_replay": Foreign(None, "router replay is not supported"),
+    "trainer.enable_token_export": Foreign("trainer.token_export.enabled"),
+    "trainer.matmul_precision": Foreign(None, "torch's default, unless trainer.dtype is set"),
+    "trainer.env_vars.**": Foreign(None, EXPORT),
+    "trainer.log.level": Foreign("log.level"),
+    "trainer.log.**": Foreign(None, "one [log] is for all processes"),
+    "trainer.wandb.**": Foreign(None, "one monitor has the metrics of all: [monitors.wandb]"),
+    "trainer.monitors.**": Foreign(None, "one monitor has the metrics of all: [monitors]"),
+    "trainer.weight_broadcast.type": Foreign("weight_broadcast.type"),
+    "trainer.weight_broadcast.**": Foreign(None, "one [weight_broadcast] is for both sides"),
+    "trainer.rollout_transport.type": Foreign("rollout_transport.type"),
+    "trainer.rollout_transport.**": Foreign(None, "one [rollout_transport] is for both sides"),
+    "trainer.gc.**": Foreign(None, "Python's garbage collector is left alone"),
+    "trainer.heartbeat.**": Foreign(None, "prime-rl runs shows whether a run is alive"),
+    "trainer.metrics_server.**": Foreign(None, "monitors.prometheus has the metrics of all"),
+    "trainer.data.**": Foreign(None, "prime-rl plan measures without rollouts"),
+    "trainer.tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
+    "trainer.trace_path": Foreign(None, "no profile is written"),
+    "trainer.memory_profiler_path": Foreign(None, "no profile is written"),
+    "trainer.bench.**": Foreign(None, "prime-rl plan estimates a run"),
+    "trainer.broadcast_at_step_zero": Foreign(None, "engines start with the trainer's weights"),
+    "trainer.max_concurrent_runs": Foreign(None, "a trainer belongs to one run"),
+    # The orchestrator.
+    "orchestrator.token_batch_size": Foreign(
+        None, "a batch is a number of rollouts: about token_batch_size / tokens of a rollout"
+    ),
+    "orchestrator.rollouts_per_example": Foreign("orchestrator.group_size"),
+    "orchestrator.concurrency.max_inflight": Foreign("orchestrator.max_inflight_rollouts"),
+    "orchestrator.concurrency.initial_inflight": Foreign(
+        None, "the run starts with what the engines say that they can run"
+    ),
+    "orchestrator.concurrency.min_inflight": Foreign(None, "one group is always in flight"),
+    "orchestrator.tasks_per_minute": Foreign(None, "max_inflight_rollouts limits the requests"),
+    "orchestrator.env_server_base_port": Foreign(None, "free ports are chosen"),
+    "orchestrator.num_train_workers": Foreign(None, "the trainer says how many ranks it has"),
+    "orchestrator.pad_to_multiple_of": Foreign(None, "rows are not padded"),
+    "orchestrator.collect_inference_metrics": Foreign(None, "observers.engine_metrics always does"),
+    "orchestrator.seq_len": Foreign("seq_len"),
+    "orchestrator.max_steps": Foreign("max_steps"),
+    "orchestrator.output_dir": Foreign("output_dir"),
+    "orchestrator.seed": Foreign("seed"),
+    "orchestrator.max_async_level": Foreign("orchestrator.max_off_policy_steps"),
+    "orchestrator.strict_async_level": Foreign(None, "max_off_policy_steps is always kept"),
+    "orchestrator.model.name": Foreign("model.name"),
+    "orchestrator.model.lora.name": Foreign(None, "the engines name the adapter by its version"),
+    "orchestrator.model.lora.rank": Foreign("trainer.lora.rank"),
+    "orchestrator.model.lora.alpha": Foreign("trainer.lora.alpha"),
+    "orchestrator.model.**": Foreign(None, "one [model] is for all processes"),
+    "orchestrator.tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
+    "orchestrator.log.level": Foreign("log.level"),
+    "orchestrator.log.**": Foreign(None, "one [log] is for all processes"),
+    "orchestrator.wandb.**": Foreign(None, "one monitor has the metrics of all: [monitors.wandb]"),
+    "orchestrator.monitors.**": Foreign(None, "one monitor has the metrics of all: [monitors]"),
+    "orchestrator.ckpt.interval": Foreign("ckpt.interval"),
+    "orchestrator.ckpt.keep_last": Foreign("ckpt.keep_last"),
+    "orchestrator.ckpt.keep_interval": Foreign("ckpt.keep_interval"),
+    "orchestrator.ckpt.**": Foreign(None, ONE_CKPT),
+    "orchestrator.env_vars.**": Foreign(None, EXPORT),
+    "orchestrator.heartbeat.**": Foreign(None, "prime-rl runs shows whether a run is alive"),
+    "orchestrator.weight_broadcast.type": Foreign("weight_broadcast.type"),
+    "orchestrator.weight_broadcast.**": Foreign(None, "one [weight_broadcast] is for both sides"),
+    "orchestrator.rollout_transport.type": Foreign("rollout_transport.type"),
+    "orchestrator.rollout_transport.**": Foreign(None, "one [rollout_transport] is for both sides"),
+    "orchestrator.client.base_url": Foreign("inference.base_url"),
+    "orchestrator.client.api_key_var": Foreign("inference.admin_key_var"),
+    "orchestrator.client.wait_for_ready_timeout": Foreign("inference.ready_timeout"),
+    "orchestrator.client.timeout": Foreign("inference.hang_timeout"),
+    "orchestrator.client.**": Foreign(None, "[inference] has the keys of the engines"),
+    "orchestrator.teacher.model.name": Foreign("orchestrator.algo.teacher.name"),
+    "orchestrator.teacher.client.base_url": Foreign("orchestrator.algo.teacher.base_url"),
+    "orchestrator.training_mode": Foreign(
+        "orchestrator.algo.type", "rl is grpo; opd and sft have the same name"
+    ),
+    "orchestrator.advantage.type": Foreign(
+        "orchestrator.algo.type", "an own function becomes an algorithm: docs/migrating.md"
+    ),
+    "orchestrator.advantage.length_penalty": Foreign("orchestrator.algo.length_penalty"),
+    "orchestrator.advantage.**": Foreign(
+        None, "an own function becomes an algorithm: docs/migrating.md"
+    ),
+    "orchestrator.algo.length_penalty.num_output_tokens_weight": Foreign(
+        "orchestrator.algo.length_penalty.output_weight"
+    ),
+    "orchestrator.algo.length_penalty.num_input_tokens_weight": Foreign(
+        "orchestrator.algo.length_penalty.input_weight"
+    ),
+    "orchestrator.algo.length_penalty.num_turns_weight": Foreign(
+        "orchestrator.algo.length_penalty.turns_weight"
+    ),
+    "orchestrator.pre_batch_filters.threshold": Foreign(
+        "orchestrator.pre_batch_filters.ngram_threshold", "of the filter repetition"
+    ),
+    "orchestrator.post_batch_filters.threshold": Foreign(
+        "orchestrator.post_batch_filters.ngram_threshold", "of the filter repetition"
+    ),
+    "orchestrator.filters.threshold": Foreign(
+        "orchestrator.post_batch_filters.ngram_threshold", "of the filter repetition"
+    ),
+    "orchestrator.filters.**": Foreign("orchestrator.post_batch_filters.**"),
+    "orchestrator.sampling.max_tokens": Foreign(
+        "orchestrator.train.sampling.max_completion_tokens"
+    ),
+    "orchestrator.sampling.min_tokens": Foreign(None, "training needs the whole distribution"),
+    "orchestrator.sampling.repetition_penalty": Foreign(
+        None, "training needs the whole distribution"
+    ),
+    "orchestrator.sampling.seed": Foreign("seed"),
+    "orchestrator.sampling.temp_scheduler.**": Foreign(None, "the temperature is constant"),
+    "orchestrator.sampling.**": Foreign("orchestrator.train.sampling.**"),
+    "orchestrator.train.filter_zero_advantages": Foreign(
+        None, "the filter zero_advantage of post_batch_filters, which fills the batch again"
+    ),
+    "orchestrator.train.sampling.max_tokens": Foreign(
+        "orchestrator.train.sampling.max_completion_tokens"
+    ),
+    "orchestrator.train.sampling.logprobs": Foreign(None, "training always asks for them"),
+    "orchestrator.train.sampling.top_p": Foreign(None, "training needs the whole distribution"),
+    "orchestrator.eval.sampling.max_tokens": Foreign(
+        "orchestrator.eval.sampling.max_completion_tokens"
+    ),
+    "orchestrator.eval.sampling.reasoning_effort": Foreign(
+        "orchestrator.eval.sampling.extra_body.reasoning_effort"
+    ),
+    "orchestrator.eval.sampling.min_tokens": Foreign(
+        "orchestrator.eval.sampling.extra_body.min_tokens"
+    ),
+    "orchestrator.eval.sampling.repetition_penalty": Foreign(
+        "orchestrator.eval.sampling.extra_body.repetition_penalty"
+    ),
+    # Environments: of both train and eval.
+    "orchestrator.env.**": Foreign("orchestrator.train.env.**"),
+    "orchestrator.*.source.env.taskset.id": Foreign("orchestrator.*.env.id"),
+    "orchestrator.*.source.env.taskset.**": Foreign("orchestrator.*.env.args.**"),
+    "orchestrator.*.source.env.agent.harness.**": Foreign("orchestrator.*.env.harness.**"),
+    "orchestrator.*.source.env.agent.runtime.type": Foreign(
+        "orchestrator.*.env.args.agent.runtime.type"
+    ),
+    "orchestrator.*.source.env.agent.max_turns": Foreign("orchestrator.*.env.max_turns"),
+    "orchestrator.*.source.env.agent.timeout.rollout": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.source.env.agent.timeout": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.source.env.agent.sampling.**": Foreign(
+        "orchestrator.*.env.sampling.**", "of the env: the policy plays the agent"
+    ),
+    "orchestrator.*.source.env.id": Foreign("orchestrator.*.env.args.id"),
+    "orchestrator.*.source.env.timeout.rollout": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.source.env.timeout.episode": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.source.env.timeout": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.source.env.**": Foreign("orchestrator.*.env.args.**"),
+    "orchestrator.*.source.serve.address": Foreign("orchestrator.*.env.address"),
+    "orchestrator.*.source.serve.num_workers": Foreign("orchestrator.*.env.env_workers"),
+    "orchestrator.*.source.serve.**": Foreign(None, "env_workers starts the workers of an env"),
+    "orchestrator.*.source.num_workers": Foreign("orchestrator.*.env.env_workers"),
+    "orchestrator.*.source.curriculum.sampler.type": Foreign(
+        "orchestrator.sampler.type", "one sampler is for all envs"
+    ),
+    "orchestrator.*.source.curriculum.**": Foreign(
+        None, "the sampler difficulty_pools, or the filter zero_advantage with enforce = true"
+    ),
+    "orchestrator.*.source.tasks_per_minute": Foreign(None, "env_workers limits an env's work"),
+    "orchestrator.*.source.algo.length_penalty.num_output_tokens_weight": Foreign(
+        "orchestrator.*.env.algo.length_penalty.output_weight"
+    ),
+    "orchestrator.*.source.algo.length_penalty.num_input_tokens_weight": Foreign(
+        "orchestrator.*.env.algo.length_penalty.input_weight"
+    ),
+    "orchestrator.*.source.algo.length_penalty.num_turns_weight": Foreign(
+        "orchestrator.*.env.algo.length_penalty.turns_weight"
+    ),
+    "orchestrator.eval.source.ratio": Foreign(None, "every held-out env is evaluated"),
+    "orchestrator.eval.source.num_examples": Foreign("orchestrator.eval.env.num_examples"),
+    "orchestrator.*.source.**": Foreign("orchestrator.*.env.**"),
+    "orchestrator.*.env.extra_env_kwargs.**": Foreign("orchestrator.*.env.args.**"),
+    "orchestrator.*.env.num_workers": Foreign("orchestrator.*.env.env_workers"),
+    "orchestrator.*.env.rollouts_per_example": Foreign("orchestrator.*.env.group_size"),
+    "orchestrator.eval.env.skip_first": Foreign(None, "an evaluation takes the first examples"),
+    "orchestrator.*.env.max_retries": Foreign(None, "a failed rollout counts as failed"),
+    "orchestrator.eval.interval": Foreign("orchestrator.eval.env.interval", "of each env"),
+    "orchestrator.eval.num_examples": Foreign("orchestrator.eval.env.num_examples", "of each env"),
+    "orchestrator.eval.group_size": Foreign("orchestrator.eval.env.group_size", "of each env"),
+    "orchestrator.eval.rollouts_per_example": Foreign(
+        "orchestrator.eval.env.group_size", "of each env"
+    ),
+    "orchestrator.eval.eval_base_model": Foreign(
+        "orchestrator.eval.skip_first_step", "the opposite"
+    ),
+    "orchestrator.eval.retrigger_on_resume": Foreign(
+        None, "a resumed run evaluates at the next multiple of the interval"
+    ),
+    "orchestrator.eval.skip_eval_on_resume": Foreign(
+        None, "a resumed run evaluates at the next multiple of the interval"
+    ),
+    "orchestrator.eval.cancel_inflight_rollouts_on_eval": Foreign(
+        None, "evaluations share the engines with training"
+    ),
+    "orchestrator.val.**": Foreign(None, "use [[orchestrator.eval.env]]"),
+    # Supervised fine-tuning.
+    "val.**": Foreign(None, SFT),
+    "data.name": Foreign(None, SFT),
+    "data.batch_size": Foreign(None, SFT),
+    "data.seq_len": Foreign(None, SFT),
+    "data.fake.**": Foreign(None, "prime-rl plan measures without rollouts"),
+}
+"""Upstream prime-rl, with its states of May to August 2026. ``*`` is one name, ``**`` any number of
+them; the numbers of list entries are left out. The first pattern that matches counts."""
+
+VERL: dict[str, Foreign] = {
+    "actor_rollout_ref.model.path": Foreign("model.name"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Foreign(
+        "trainer.activation_checkpointing", "true is 1"
+    ),
+    "actor_rollout_ref.model.lora_rank": Foreign("trainer.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": Foreign("trainer.lora.alpha"),
+    "actor_rollout_ref.model.target_modules": Foreign("trainer.lora.target_modules"),
+    "actor_rollout_ref.model.use_remove_padding": Foreign(None, "rows are packed, never padded"),
+    "actor_rollout_ref.model.trust_remote_code": Foreign(
+        None, "code of a model's repository is never run"
+    ),
+    "actor_rollout_ref.actor.optim.lr": Foreign("trainer.optim.lr"),
+    "actor_rollout_ref.actor.optim.weight_decay": Foreign("trainer.optim.weight_decay"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": Foreign("trainer.scheduler.warmup_steps"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": Foreign(
+        "trainer.scheduler.warmup_steps", "a number of steps"
+    ),
+    "actor_rollout_ref.actor.optim.warmup_style": Foreign("trainer.scheduler.type"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": Foreign("trainer.scheduler.type"),
+    "actor_rollout_ref.actor.optim.clip_grad": Foreign("trainer.optim.max_norm"),
+    "actor_rollout_ref.actor.grad_clip": Foreign("trainer.optim.max_norm"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": Foreign(
+        "trainer.minibatches", "data.train_batch_size / ppo_mini_batch_size"
+    ),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Foreign(
+        None, "trainer.micro_batch_tokens is the length of a packed row in tokens"
+    ),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Foreign("trainer.micro_batch_tokens"),
+    "actor_rollout_ref.actor.use_dynamic_bsz": Foreign(None, "rows are always packed by tokens"),
+    "actor_rollout_ref.actor.ppo_epochs": Foreign("trainer.epochs"),
+    "actor_rollout_ref.actor.clip_ratio": Foreign(
+        "trainer.loss.clip_eps_high", 'of trainer.loss.type = "ppo_clip", and clip_eps_low'
+    ),
+    "actor_rollout_ref.actor.clip_ratio_low": Foreign("trainer.loss.clip_eps_low"),
+    "actor_rollout_ref.actor.clip_ratio_high": Foreign("trainer.loss.clip_eps_high"),
+    "actor_rollout_ref.actor.clip_ratio_c": Foreign("trainer.loss.dual_clip"),
+    "actor_rollout_ref.actor.entropy_coeff": Foreign(
+        "orchestrator.algo.penalties.entropy_bonus", "of the algorithms of prime-rl-baselines"
+    ),
+    "actor_rollout_ref.actor.use_kl_loss": Foreign(None, "kl_loss_coef alone decides"),
+    "actor_rollout_ref.actor.kl_loss_coef": Foreign(
+        "orchestrator.algo.penalties.kl_to_initial", "of the algorithms of prime-rl-baselines"
+    ),
+    "actor_rollout_ref.actor.kl_loss_type": Foreign(
+        "trainer.losses.kl_to_initial.estimator", "low_var_kl is k3, kl is k1, mse is k2"
+    ),
+    "actor_rollout_ref.actor.loss_agg_mode": Foreign(
+        "trainer.loss.normalize_by", "token-mean is tokens, seq-mean-token-mean is sequences"
+    ),
+    "actor_rollout_ref.actor.fsdp_config.**": Foreign(
+        None, "trainer.dp_replicate is the key of FSDP"
+    ),
+    "actor_rollout_ref.actor.strategy": Foreign(None, "the trainer uses FSDP2"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Foreign(
+        None, "context parallelism is not supported"
+    ),
+    "actor_rollout_ref.ref.**": Foreign(
+        None, "the run starts an engine for the first weights if an algorithm reads them"
+    ),
+    "actor_rollout_ref.rollout.n": Foreign("orchestrator.group_size"),
+    "actor_rollout_ref.rollout.name": Foreign("inference.engine"),
+    "actor_rollout_ref.rollout.temperature": Foreign("orchestrator.train.sampling.temperature"),
+    "actor_rollout_ref.rollout.top_p": Foreign(None, "training needs the whole distribution"),
+    "actor_rollout_ref.rollout.top_k": Foreign(None, "training needs the whole distribution"),
+    "actor_rollout_ref.rollout.response_length": Foreign(
+        "orchestrator.train.sampling.max_completion_tokens"
+    ),
+    "actor_rollout_ref.rollout.prompt_length": Foreign("seq_len", "prompt and completion together"),
+    "actor_rollout_ref.rollout.max_model_len": Foreign("inference.max_model_len"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": Foreign(
+        "inference.vllm.tensor_parallel_size"
+    ),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": Foreign(
+        "inference.vllm.gpu_memory_utilization"
+    ),
+    "actor_rollout_ref.rollout.enforce_eager": Foreign("inference.vllm.enforce_eager"),
+    "actor_rollout_ref.rollout.max_num_seqs": Foreign("inference.vllm.max_num_seqs"),
+    "actor_rollout_ref.rollout.max_num_batched_tokens": Foreign(
+        "inference.vllm.max_num_batched_tokens"
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.temperature": Foreign(
+        "orchestrator.eval.sampling.temperature"
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": Foreign("orchestrator.eval.sampling.top_p"),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": Foreign("orchestrator.eval.sampling.top_k"),
+    "actor_rollout_ref.rollout.val_kwargs.n": Foreign("orchestrator.eval.env.group_size"),
+    "actor_rollout_ref.rollout.multi_turn.**": Foreign(None, "an environment decides on its turns"),
+    "actor_rollout_ref.hybrid_engine": Foreign("deployment.colocated"),
+    "algorithm.adv_estimator": Foreign(
+        "orchestrator.algo.type", "grpo of verl divides by the standard deviation: grpo_std"
+    ),
+    "algorithm.use_kl_in_reward": Foreign(None, "a penalty on the loss: algo.penalties"),
+    "algorithm.kl_ctrl.**": Foreign(None, "a penalty on the loss: algo.penalties.kl_to_initial"),
+    "algorithm.gamma": Foreign("trainer.heads.values.gamma"),
+    "algorithm.lam": Foreign("trainer.heads.values.gae_lambda"),
+    "algorithm.norm_adv_by_std_in_grpo": Foreign(
+        "orchestrator.algo.type", "true: grpo_std; false: dr_grpo"
+    ),
+    "algorithm.**": Foreign(None, "orchestrator.algo has the keys of the algorithm"),
+    "critic.optim.lr": Foreign("trainer.heads.values.lr"),
+    "critic.**": Foreign(None, "trainer.heads.values has the keys of the critic"),
+    "data.train_files": Foreign(None, DATA),
+    "data.val_files": Foreign(None, "an environment brings its data: orchestrator.eval.env"),
+    "data.train_batch_size": Foreign(
+        "orchestrator.batch_size", "rollouts here, prompts in verl: times rollout.n"
+    ),
+    "data.max_prompt_length": Foreign("seq_len", "prompt and completion together"),
+    "data.max_response_length": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "data.**": Foreign(None, DATA),
+    "reward_model.**": Foreign(None, REWARDS),
+    "reward.**": Foreign(None, REWARDS),
+    "custom_reward_function.**": Foreign(None, REWARDS),
+    "trainer.total_epochs": Foreign(None, "max_steps is the length of a run"),
+    "trainer.total_training_steps": Foreign("max_steps"),
+    "trainer.project_name": Foreign("monitors.wandb.project"),
+    "trainer.experiment_name": Foreign("run.name"),
+    "trainer.logger": Foreign(None, "each monitor has a table: [monitors.wandb]"),
+    "trainer.n_gpus_per_node": Foreign("trainer.num_ranks", "of all nodes together"),
+    "trainer.nnodes": Foreign("deployment.trainer_nodes"),
+    "trainer.save_freq": Foreign("ckpt.interval"),
+    "trainer.test_freq": Foreign("orchestrator.eval.env.interval"),
+    "trainer.val_before_train": Foreign("orchestrator.eval.skip_first_step", "the opposite"),
+    "trainer.default_local_dir": Foreign("output_dir"),
+    "trainer.resume_mode": Foreign(None, "on the command line: prime-rl run CONFIG --resume auto"),
+    "trainer.critic_warmup": Foreign(None, "policy and critic train from the first step"),
+    "trainer.balance_batch": Foreign(None, "ranks are always balanced"),
+}
+"""verl, by the whole key."""
+
+_PENALTIES = "of the algorithms of prime-rl-baselines"
+_CLIPPED = 'of trainer.loss.type = "ppo_clip"'
+_LORA = "of prime-rl-lora"
+_VLLM = "of prime-rl-vllm"
+_WHOLE = "training needs the whole distribution"
+
+NAMES: dict[str, Foreign] = {
+    "learning_rate": Foreign("trainer.optim.lr"),
+    "actor_learning_rate": Foreign("trainer.optim.lr"),
+    "lr": Foreign("trainer.optim.lr"),
+    "weight_decay": Foreign("trainer.optim.weight_decay"),
+    "lr_scheduler_type": Foreign("trainer.scheduler.type"),
+    "lr_scheduler": Foreign("trainer.scheduler.type"),
+    "warmup": Foreign("trainer.scheduler.warmup_steps"),
+    "num_warmup_steps": Foreign("trainer.scheduler.warmup_steps"),
+    "warmup_steps": Foreign("trainer.scheduler.warmup_steps"),
+    "warmup_ratio": Foreign("trainer.scheduler.warmup_steps", "a number of steps"),
+    "lr_warmup_steps": Foreign("trainer.scheduler.warmup_steps"),
+    "optim": Foreign("trainer.optim.type"),
+    "adam_beta1": Foreign("trainer.optim.beta1"),
+    "adam_beta2": Foreign("trainer.optim.beta2"),
+    "adam_epsilon": Foreign("trainer.optim.eps"),
+    "max_grad_norm": Foreign("trainer.optim.max_norm"),
+    "grad_clip": Foreign("trainer.optim.max_norm"),
+    "gradient_clipping": Foreign("trainer.optim.max_norm"),
+    "batch_size": Foreign("orchestrator.batch_size"),
+    "train_batch_size": Foreign("orchestrator.batch_size"),
+    "rollout_batch_size": Foreign("orchestrator.batch_size"),
+    "generation_batch_size": Foreign("orchestrator.batch_size"),
+    "ppo_mini_batch_size": Foreign("trainer.minibatches"),
+    "num_mini_batches": Foreign("trainer.minibatches"),
+    "steps_per_generation": Foreign("trainer.minibatches", "optimizer steps per batch"),
+    "ppo_micro_batch_size_per_gpu": Foreign("trainer.micro_batch_tokens", "in tokens"),
+    "ppo_max_token_len_per_gpu": Foreign("trainer.micro_batch_tokens"),
+    "micro_train_batch_size": Foreign("trainer.micro_batch_tokens", "in tokens"),
+    "per_device_train_batch_size": Foreign("trainer.micro_batch_tokens", "in tokens"),
+    "per_device_eval_batch_size": Foreign(None, "an evaluation uses all engines"),
+    "gradient_accumulation_steps": Foreign(
+        "trainer.micro_batch_tokens", "rows are packed, as many as the batch needs"
+    ),
+    "num_generations": Foreign("orchestrator.group_size"),
+    "num_generations_eval": Foreign("orchestrator.eval.env.0.group_size"),
+    "rollout_n": Foreign("orchestrator.group_size"),
+    "num_rollouts": Foreign("orchestrator.group_size"),
+    "n_samples_per_prompt": Foreign("orchestrator.group_size"),
+    "rollouts_per_example": Foreign("orchestrator.group_size"),
+    "group_size": Foreign("orchestrator.group_size"),
+    "temperature": Foreign("orchestrator.train.sampling.temperature"),
+    "top_p": Foreign(None, _WHOLE),
+    "top_k": Foreign(None, _WHOLE),
+    "min_p": Foreign(None, _WHOLE),
+    "repetition_penalty": Foreign(None, _WHOLE),
+    "max_completion_length": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "max_response_length": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "max_new_tokens": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "max_tokens": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "max_completion_tokens": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "generate_max_len": Foreign("orchestrator.train.sampling.max_completion_tokens"),
+    "max_prompt_length": Foreign("seq_len", "prompt and completion together"),
+    "max_model_len": Foreign("seq_len"),
+    "max_length": Foreign("seq_len"),
+    "max_seq_len": Foreign("seq_len"),
+    "max_seq_length": Foreign("seq_len"),
+    "model_name": Foreign("model.name"),
+    "model_name_or_path": Foreign("model.name"),
+    "total_steps": Foreign("max_steps"),
+    "num_steps": Foreign("max_steps"),
+    "num_train_epochs": Foreign("max_steps", "steps, not passes over the data"),
+    "num_epochs": Foreign("max_steps", "steps, not passes over the data"),
+    "num_episodes": Foreign("max_steps"),
+    "total_epochs": Foreign("max_steps", "steps, not passes over the data"),
+    "total_training_steps": Foreign("max_steps"),
+    "save_steps": Foreign("ckpt.interval"),
+    "save_total_limit": Foreign("ckpt.keep_last"),
+    "save_freq": Foreign("ckpt.interval"),
+    "save_strategy": Foreign(None, "ckpt.interval counts steps, ckpt.seconds seconds"),
+    "eval_steps": Foreign("orchestrator.eval.env.0.interval"),
+    "eval_strategy": Foreign(None, "each [[orchestrator.eval.env]] has an interval"),
+    "test_freq": Foreign("orchestrator.eval.env.0.interval"),
+    "logging_steps": Foreign("monitors.file.interval"),
+    "log_completions": Foreign("orchestrator.save_rollouts"),
+    "run_name": Foreign("run.name"),
+    "experiment_name": Foreign("run.name"),
+    "advantage_estimator": Foreign("orchestrator.algo.type"),
+    "adv_estimator": Foreign("orchestrator.algo.type"),
+    "scale_rewards": Foreign("orchestrator.algo.type", "group: grpo_std; none: dr_grpo"),
+    "actor_rollout_ref": Foreign("trainer"),
+    "dataset_name": Foreign(None, DATA),
+    "reward_funcs": Foreign(None, REWARDS),
+    "reward_weights": Foreign(None, REWARDS),
+    "loss_type": Foreign(
+        "trainer.loss.type", "grpo: normalize_by sequences; dapo, bnpo: tokens; dr_grpo: constant"
+    ),
+    "importance_sampling_level": Foreign("trainer.loss.type", "sequence: gspo"),
+    "num_iterations": Foreign("trainer.epochs"),
+    "ppo_epochs": Foreign("trainer.epochs"),
+    "num_ppo_epochs": Foreign("trainer.epochs"),
+    "mask_truncated_completions": Foreign(None, "a filter drops rollouts: post_batch_filters"),
+    "sync_ref_model": Foreign("trainer.ema_decay", "an average of the weights"),
+    "ref_model_mixup_alpha": Foreign("trainer.ema_decay", "1 minus this"),
+    "disable_dropout": Foreign(None, "the trainer has no dropout"),
+    "gradient_checkpointing": Foreign("trainer.activation_checkpointing", "true is 1"),
+    "enable_gradient_checkpointing": Foreign("trainer.activation_checkpointing", "true is 1"),
+    "torch_compile": Foreign("trainer.compile"),
+    "bf16": Foreign("trainer.dtype", 'true is "bfloat16"'),
+    "fp16": Foreign("trainer.dtype", '"bfloat16" or "float32"'),
+    "torch_dtype": Foreign("trainer.dtype"),
+    "attn_implementation": Foreign("trainer.attention"),
+    "n_gpus_per_node": Foreign("trainer.num_ranks"),
+    "wandb_project": Foreign("monitors.wandb.project"),
+    "project_name": Foreign("monitors.wandb.project"),
+    "report_to": Foreign("monitors"),
+    "resume_from_checkpoint": Foreign(None, "on the command line: prime-rl run CONFIG --resume"),
+    "remove_unused_columns": Foreign(None, "an environment gets every column of its data"),
+    "shuffle_dataset": Foreign(None, "the sampler decides: orchestrator.sampler"),
+    "push_to_hub": Foreign(None, "upload <run>/weights after the run"),
+    "use_vllm": Foreign("inference.engine", 'true is "vllm"'),
+    "vllm_mode": Foreign("deployment.colocated", '"colocate" is true'),
+    "vllm_server_base_url": Foreign("inference.base_url"),
+    "vllm_importance_sampling_correction": Foreign(
+        "trainer.loss.type", "tis and icepop correct; so does the default"
+    ),
+    "vllm_max_model_length": Foreign("inference.max_model_len"),
+    "chat_template_kwargs": Foreign(None, "the renderer has these settings: orchestrator.renderer"),
+    "generation_kwargs": Foreign("orchestrator.train.sampling.extra_body"),
+    "beta": Foreign("orchestrator.algo.penalties.kl_to_initial", _PENALTIES),
+    "kl_coef": Foreign("orchestrator.algo.penalties.kl_to_initial", _PENALTIES),
+    "kl_loss_coef": Foreign("orchestrator.algo.penalties.kl_to_initial", _PENALTIES),
+    "init_kl_coef": Foreign("orchestrator.algo.penalties.kl_to_initial", _PENALTIES),
+    "use_kl_loss": Foreign("orchestrator.algo.penalties.kl_to_initial", _PENALTIES),
+    "entropy_coeff": Foreign("orchestrator.algo.penalties.entropy_bonus", _PENALTIES),
+    "entropy_coef": Foreign("orchestrator.algo.penalties.entropy_bonus", _PENALTIES),
+    "ent_coef": Foreign("orchestrator.algo.penalties.entropy_bonus", _PENALTIES),
+    "clip_range": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "clip_ratio": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "cliprange": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "eps_clip": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "epsilon": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "clip_eps": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "clip_ratio_high": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "eps_clip_high": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "epsilon_high": Foreign("trainer.loss.clip_eps_high", _CLIPPED),
+    "clip_ratio_low": Foreign("trainer.loss.clip_eps_low", _CLIPPED),
+    "eps_clip_low": Foreign("trainer.loss.clip_eps_low", _CLIPPED),
+    "clip_ratio_c": Foreign("trainer.loss.dual_clip", _CLIPPED),
+    "delta": Foreign("trainer.loss.dual_clip", _CLIPPED),
+    "lora_r": Foreign("trainer.lora.rank", _LORA),
+    "lora_rank": Foreign("trainer.lora.rank", _LORA),
+    "lora_alpha": Foreign("trainer.lora.alpha", _LORA),
+    "lora_dropout": Foreign("trainer.lora.dropout", _LORA),
+    "lora_target_modules": Foreign("trainer.lora.target_modules", _LORA),
+    "use_peft": Foreign("trainer.lora", _LORA),
+    "vllm_gpu_memory_utilization": Foreign("inference.vllm.gpu_memory_utilization", _VLLM),
+    "gpu_memory_utilization": Foreign("inference.vllm.gpu_memory_utilization", _VLLM),
+    "vllm_tensor_parallel_size": Foreign("inference.vllm.tensor_parallel_size", _VLLM),
+    "tensor_model_parallel_size": Foreign("inference.vllm.tensor_parallel_size", _VLLM),
+}
+"""TRL, OpenRLHF and Hugging Face's trainer, whose configs are flat: by the last part of a key."""
+
+Part = str | int
+"""Of the path of a key: a name, or the number of a list entry."""
+
+
+class Match(NamedTuple):
+    """An entry of the table that speaks of a key."""
+
+    pattern: str
+    path: tuple[Part, ...] | None
+    """``ours`` with its wildcards filled in, without numbers of list entries, but for those in what
+    ``**`` stands for."""
+    note: str
+    numbers: tuple[int, ...]
+    """The numbers of list entries in the foreign key, before what ``**`` stands for."""
+
+    @property
+    def ours(self) -> str | None:
+        """The path as a dotted key."""
+        return None if self.path is None else ".".join(map(str, self.path))
+
+
+def look_up(path: Sequence[Part], table: dict[str, Foreign]) -> Match | None:
+    """What a table says about a key."""
+    for pattern, foreign in table.items():
+        filled = _filled(pattern.split("."), path)
+        if filled is None:
+            continue
+        names, numbers, rest = filled
+        ours: list[Part] = []
+        for part in [] if foreign.ours is None else foreign.ours.split("."):
+            if part == "**":
+                ours += rest
+            else:
+                ours.append(names.pop(0) if part == "*" else part)
+        target = None if foreign.ours is None else tuple(ours)
+        return Match(pattern, target, foreign.note, tuple(numbers))
+
+    return None
+
+
+def _filled(
+    pattern: Sequence[str], path: Sequence[Part]
+) -> tuple[list[Part], list[int], Sequence[Part]] | None:
+    """What each ``*`` of a pattern stands for, the numbers of list entries, and what ``**`` stands
+    for; None: the pattern does not match."""
+    names: list[Part] = []
+    numbers: list[int] = []
+    place = 0
+    for part in pattern:
+        while place < len(path) and isinstance(path[place], int):
+            numbers.append(int(path[place]))
+            place += 1
+        if part == "**":
+            return names, numbers, path[place:]
+        if place == len(path) or part not in ("*", path[place]):
+            return None
+        if part == "*":
+            names.append(path[place])
+        place += 1
+
+    rest = path[place:]
+    numbers += [each for each in rest if isinstance(each, int)]
+    return (names, numbers, []) if len(numbers) + len(pattern) == len(path) else None
+
+
+def path_of(key: str) -> tuple[Part, ...]:
+    """A dotted key as a path."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+@cache
+def our_keys() -> dict[str, FieldInfo]:
+    """Every key of the schema, dotted, without the numbers of list entries."""
+    return dict(_keys_of(RunConfig, ""))
+
+
+def _keys_of(model: type[BaseModel], place: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        key = f"{place}{name}"
+        yield key, info
+        for inner in _models_in(info.annotation):
+            yield from _keys_of(inner, f"{key}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    if get_origin(annotation) is dict:  # a name stands between
+        return
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+KINDS = {"trainer": ("tuning", "trainer_observer"), "inference": ("engine",)}
+"""Tables in which a plugin has a table of its name, and the sorts of plugin."""
+
+
+def is_ours(path: Sequence[Part]) -> bool:
+    """Whether our schema has the key, or a plugin's table that may have it."""
+    known = our_keys()
+    names = [part for part in path if isinstance(part, str)]
+    if "." in "".join(names):
+        return False
+    if ".".join(names) in known:
+        return True
+    for length in range(len(names) - 1, 0, -1):
+        prefix = ".".join(names[:length])
+        if prefix in KINDS:
+            return any(bringer(kind, names[length]) for kind in KINDS[prefix])
+        if prefix in known:
+            return _takes_any_key(known[prefix].annotation)
+
+    return False
+
+
+def _takes_any_key(annotation: Any) -> bool:
+    if get_origin(annotation) is dict:
+        return True
+    if isinstance(annotation, type):
+        return issubclass(annotation, PluginTable)
+    return any(map(_takes_any_key, get_args(annotation)))
+
+
+def may_be_list(path: Sequence[Part]) -> bool:
+    """Whether the value of a key may be a list: the schema has one there, or a plugin's table."""
+    info = our_keys().get(".".join(str(part) for part in path if not str(part).isdecimal()))
+    if info is None:
+        return is_ours([part for part in path if not str(part).isdecimal()])
+    return _has_a_list(info.annotation)
+
+
+def _has_a_list(annotation: Any) -> bool:
+    if get_origin(annotation) in (tuple, list):
+        return True
+    return any(map(_has_a_list, get_args(annotation)))
+
+
+def advice(key: str, value: Any = UNKNOWN) -> Match | None:
+    """Where a key that is unknown belongs: by the tables of whole keys, by the same name elsewhere
+    in our schema, by the table of names. None: nothing is known."""
+    path = path_of(key)
+    names = [part for part in path if isinstance(part, str)]
+    match = look_up(path, PRIME_RL) or look_up(path, VERL)
+    if match is None and len(names) > 1:
+        match = _same_name(names, value)
+    if match is None:
+        match = look_up(names[-1:], NAMES)
+    is_itself = match is not None and match.ours in (key, ".".join(names))
+    return None if is_itself else match
+
+
+def _same_name(names: list[str], value: Any) -> Match | None:
+    """The key of our schema with the same last name that is nearest to ``names``: it shares a
+    table, or no other key has such a name. It takes the value."""
+    ranked = []
+    for key, info in our_keys().items():
+        path = key.split(".")
+        if path[-1] != names[-1] or path == names or not fits(info, value):
+            continue
+        shared = 0
+        for one, other in zip(path[:-1], names[:-1], strict=False):
+            if one != other:
+                break
+            shared += 1
+        ranked.append((-shared, len(path), key))
+
+    ranked.sort()
+    if not ranked or (len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]):
+        return None
+    is_near = ranked[0][0] < 0 or (len(ranked) == 1 and "_" in names[-1])
+    nearest = ranked[0][2]
+    return Match(nearest, tuple(nearest.split(".")), "", ()) if is_near else None

@@ -1,0 +1,1 @@
+"""A package of upstream prime-rl, for the import of its algorithms' base class."""
