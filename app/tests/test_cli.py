@@ -87,7 +87,7 @@ def test_a_forgotten_launcher_is_an_error_of_the_launcher(tmp_path, toml):
     done = prime_rl("run", toml, "--launcher", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: command line: launcher: no installed plugin offers the launcher '--dry-run' (installed: "
+        "error: command line: launcher: no installed plugin offers the launcher '--dry-run'"
     )
 
 
