@@ -1,6 +1,6 @@
 """Long-tailed rollouts: seconds of a step and age of what trains, by admission rule.
 
-    python -m bench tail [--steps 400] [--scale]
+    python -m bench.tail [--steps 400] [--scale]
 
 A virtual clock runs the orchestrator's own ``Admission`` against engines whose replies take as long
 as a distribution says, and a trainer that takes a fixed time. Nothing sleeps. Batches have 64
