@@ -1,6 +1,6 @@
 """Long-tailed rollouts: seconds of a step and age of what trains, by admission rule.
 
-    python -m bench tail [--steps 400] [--scale]
+    python -m bench.tail [--steps 400] [--scale]
 
 A virtual clock runs the orchestrator's own ``Admission`` against engines whose replies take as long
 as a distribution says, and a trainer that takes a fixed time. Nothing sleeps. Batches have 64
@@ -123,16 +123,18 @@ class Simulation:
 
     def new_admission(self) -> Admission:
         setting = self.setting
-        return Admission(
+        admission = Admission(
             batch_size=setting.batch_size,
             max_off_policy_steps=setting.max_off_policy_steps,
             max_steps=setting.steps,
             lead=setting.lead,
         )
+        admission.most_inflight = setting.max_inflight
+        return admission
 
     @property
     def standing(self) -> Standing:
-        return Standing(self.version, self.step, self.num_buffered)
+        return Standing(self.version, self.step, self.num_buffered, self.num_inflight)
 
     def run(self) -> Simulation:
         self._settle()
@@ -148,7 +150,7 @@ class Simulation:
             self._drop_stale(number)
             self.version = number
             self.ends.append(self.now)
-            self.admission.pace.version_served(number, self.now)
+            self.admission.version_served(number, self.now)
         elif kind == ENDED:
             self._member_ended(number, member)
         self._settle()
@@ -176,6 +178,7 @@ class Simulation:
         self.num_inflight -= 1
         group.num_left -= 1
         self.counts["failed" if group.failed[member] else "finished"] += 1
+        self.admission.pace.count(self.num_inflight, self.now)
         if not group.num_left:
             self.admission.complete(group, self.now)
 

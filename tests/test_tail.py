@@ -11,7 +11,7 @@ from bench.tail import ENVS, RULES, Setting, SimulatedGroup, Simulation, distanc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.admission import Survival
+from prime_rl.orchestrator.admission import BLOCK, HOLD, SETTLE, Load, Reach, Survival
 
 DURATIONS = st.sampled_from(
     [
@@ -159,6 +159,94 @@ def test_the_step_is_that_of_the_bound_and_the_data_is_fresh(name: str, trainer:
     assert lead["lost"] == 0
     if name == "constant":
         assert lead["step"] <= 1.05 * trainer and lead["age"] <= 1.1
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(4, 64), st.floats(0.6, 2.0))
+def test_without_a_tail_the_data_is_fresh_however_fast_the_engines(
+    slots: int, trainer: float
+) -> None:
+    """Each reply takes 0.5 s, so that what takes longer than a step waits for an engine. A longer
+    lead is tried once, for a few steps."""
+    setting = Setting(ENVS["constant"], trainer, steps=110, slots=slots)
+    simulation = Simulation(setting).run()
+    ages = [each.age for batch in simulation.batches for each in batch]
+    assert sum(ages) / len(ages) <= 1.15
+    later = [each.age for batch in simulation.batches[30:] for each in batch]
+    assert sum(later) / len(later) <= 1.02
+    ideal = max(trainer, setting.batch_size * 0.5 / slots)
+    seconds = (simulation.ends[-1] - simulation.ends[30]) / (len(simulation.ends) - 31)
+    assert seconds <= 1.05 * max(ideal, math.ceil(setting.batch_size / slots) * 0.5)
+
+
+def test_groups_that_wait_for_their_environment_are_requested_earlier() -> None:
+    """All take 5 s, with a trainer of 2 s: three batches have to be on their way."""
+    setting = Setting({"slow": lambda chance: 5.0}, 2.0, steps=80, group_size=16)
+    simulation = Simulation(setting).run()
+    seconds = (simulation.ends[-1] - simulation.ends[50]) / (len(simulation.ends) - 51)
+    assert seconds <= 1.05 * 2.0
+    ages = [each.age for batch in simulation.batches[50:70] for each in batch]
+    assert sum(ages) / len(ages) <= 3.0
+
+
+FULL_ENGINES = Load(seconds=10.0, starved=5.0, inflight=450.0, most=100.0)
+"""The trainer waits for half of the time, and 90 of 100 rollouts are in flight then."""
+EMPTY_ENGINES = Load(seconds=10.0, starved=5.0, inflight=100.0, most=100.0)
+"""20 of 100 are in flight while it waits."""
+
+
+def served(reach: Reach, number: int, seconds: float, load: Load, lead: float = 3.0) -> None:
+    for _ in range(number):
+        reach.version_served(seconds, training=1.0, lead=lead, load=load)
+
+
+def test_a_trainer_that_is_never_starved_keeps_a_lead_of_one() -> None:
+    reach = Reach()
+    served(reach, 100, 1.0, Load(seconds=10.0, starved=0.3, inflight=30.0, most=100.0))
+    assert reach.limit == 1.0
+
+
+def test_engines_with_room_while_the_trainer_is_starved_end_the_limit() -> None:
+    reach = Reach()
+    served(reach, SETTLE + BLOCK - 1, 2.0, EMPTY_ENGINES)
+    assert reach.limit == 1.0
+    served(reach, 1, 2.0, EMPTY_ENGINES)
+    assert reach.limit == math.inf
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(1.7, False), (1.6, True)])
+def test_full_engines_get_twice_the_lead_for_as_long_as_it_pays(seconds: float, kept: bool) -> None:
+    """2 s a step with a lead of 1. With one of 2, three batches instead of two: 4/3 s if nothing
+    queues, and half of that is 5/3 s. After the limit changes, two batches of the other limit and
+    the one in training are not counted; nine steps are three rounds."""
+    reach = Reach()
+    served(reach, SETTLE + BLOCK, 2.0, FULL_ENGINES)
+    assert reach.limit == 2.0
+    served(reach, 3 + 9, seconds, FULL_ENGINES)
+    assert reach.limit == (4.0 if kept else 1.0)
+    if not kept:
+        served(reach, HOLD - 1, 2.0, FULL_ENGINES)
+        assert reach.limit == 1.0
+        served(reach, BLOCK + 3, 2.0, FULL_ENGINES)
+        assert reach.limit == 2.0
+
+
+def test_a_longer_lead_is_not_tried_where_the_limit_in_flight_is_reached() -> None:
+    reach = Reach()
+    reached = Load(seconds=10.0, starved=5.0, inflight=450.0, most=100.0, limit=100.0)
+    served(reach, 100, 2.0, reached)
+    assert reach.limit == 1.0
+
+
+def test_a_lead_that_only_queues_becomes_shorter() -> None:
+    """A lead of 5: half of what is beyond 1 is 3, 2, 1.5; a lead of 1.25 is as good as one of 1."""
+    reach = Reach()
+    served(reach, SETTLE + BLOCK, 2.0, EMPTY_ENGINES, lead=5.0)
+    limits = [reach.limit]
+    for _ in range(100):
+        served(reach, 1, 2.0, FULL_ENGINES, lead=5.0)
+        limits += [reach.limit] if reach.limit != limits[-1] else []
+    assert limits == [math.inf, 3.0, 2.0, 1.5, 1.0]
 
 
 def test_what_trains_has_the_durations_of_what_was_requested() -> None:

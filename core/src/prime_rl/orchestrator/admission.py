@@ -15,6 +15,10 @@ Two limits are kept apart:
              group that takes k steps is requested k steps before its batch. L lies between 1 (no
              group takes longer than a step) and S, and each env has its own.
 
+The lead is for tails: a few long groups are out while the engines have room. Engines that are busy
+with everything that was requested are no faster with more, and groups only queue there: their
+durations grow, and the lead would grow with them. ``Reach`` limits the lead then.
+
 With S = 0 and S = 1 both limits are the bound, and nothing is measured.
 
 Each request has a place in the sequence of batches: its rank among everything that was chosen and
@@ -67,6 +71,36 @@ QUEUE = 0.25
 """Share of the engines' capacity that may wait, so that a place that becomes free is taken at once,
 and rollouts that are busy in their environment do not leave it empty."""
 
+BLOCK = 8
+"""Steps under one limit of the lead before it is judged."""
+
+SETTLE = 3
+"""Steps at the start of a run that are not judged: processes warm up."""
+
+STARVED = 0.04
+"""Share of the seconds for which the trainer may be starved without a reason to request more."""
+
+ROOM = 0.45
+FULL = 0.6
+"""Rollouts in flight while the trainer is starved, as a share of the most in flight. Below ROOM, a
+few long rollouts are left; above FULL, the engines are busy with what was requested."""
+
+WORTH = 0.2
+"""Share of the seconds for which the trainer is starved that makes a lower limit worth a trial: one
+that fails costs a few slow steps."""
+
+NO_SLOWER = 1.03
+"""A lower limit may make steps this much longer."""
+
+LESS = 0.5
+"""How much of a lead beyond 1 a lower limit leaves."""
+
+LITTLE = 0.25
+"""Versions of a lead beyond 1 that are not worth a trial."""
+
+HOLD = 200
+"""Steps until a limit that was kept is judged again; twice as many each time."""
+
 CAUSES = "training", "held", "starved"
 """What the seconds of a step are spent on."""
 
@@ -110,6 +144,8 @@ class Standing:
     """Of the batch that is being filled."""
     num_buffered: int
     """Rollouts that have a place in that batch."""
+    num_inflight: int = 0
+    """Rollouts that are being sampled."""
 
 
 class Durations:
@@ -168,6 +204,143 @@ class Survival:
         return np.where(seconds < self._longest, shares, 0.0)
 
 
+@dataclass
+class Load:
+    """How busy the engines were while the trainer had no batch."""
+
+    seconds: float = 0.0
+    starved: float = 0.0
+    inflight: float = 0.0
+    """Rollouts in flight, times the seconds for which the trainer was starved."""
+    most: float = 0.0
+    limit: float = inf
+    """Of rollouts in flight, by the config or the engines."""
+
+    def add(self, cause: str, seconds: float) -> None:
+        self.seconds += seconds
+        if cause == "starved":
+            self.starved += seconds
+
+    @property
+    def is_starved(self) -> bool:
+        return self.starved > STARVED * self.seconds
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engines were busy with most of what was requested."""
+        return self.inflight > FULL * self.most * self.starved
+
+    @property
+    def has_room(self) -> bool:
+        """Whether only a few rollouts were left."""
+        return self.inflight <= ROOM * self.most * self.starved
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether no longer lead could bring more rollouts in flight."""
+        return self.most >= self.limit
+
+
+class Reach:
+    """The limit of the lead: 1 until a trainer that is starved shows that more is of use.
+
+    A run starts with a limit of 1, which is kept while the trainer always has a batch. If it is
+    starved, there are two cases:
+
+        room    few rollouts are in flight then, which are long: the lead has no limit any more
+        full    the engines are busy. A longer lead is of use only if groups wait for something else
+                than the engines, such as a slow environment. Measured durations cannot tell: they
+                grow with what waits. So twice the limit is tried for some steps, and kept if it
+                makes them shorter by at least half of what it would if nothing queued. It is not
+                tried if the limit of rollouts in flight is reached.
+
+    A lead that has no limit, under which the engines are full and the trainer is starved all the
+    same, gets lower limits as long as these make no step longer.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 1.0
+        self._before: float | None = None
+        """During a trial: the limit before it."""
+        self._most_seconds = 0.0
+        """During a trial: what its steps may take."""
+        self._seconds: list[float] = []
+        self._skip = SETTLE
+        self._hold = 0
+        self._patience = HOLD
+
+    def version_served(self, seconds: float, training: float, lead: float, load: Load) -> bool:
+        """``seconds``: of the step. ``training``: those of the trainer. ``lead``: by durations.
+        ``load``: since the last judgment. Returns whether ``load`` shall start again."""
+        self._hold -= 1
+        if self._skip > 0:
+            self._skip -= 1
+            return True
+        self._seconds.append(seconds)
+        # What was requested together comes back together: whole rounds are compared.
+        per_round = ceil(min(lead, self.limit)) + 1
+        if len(self._seconds) < ceil(BLOCK / per_round) * per_round:
+            return False
+
+        usual = fmean(self._seconds)
+        self._seconds.clear()
+        has_failed = self._before is not None and usual > self._most_seconds
+        if not has_failed and self._before is not None and self.limit == 1.0:
+            self._hold_on()  # what a longer lead brings is known
+        if has_failed:
+            self._restore(lead)
+        elif load.is_starved and load.has_room:
+            self._before = None
+            if self.limit < inf:
+                self._set(inf, lead)
+                self._hold = 0
+        elif load.is_starved and self._hold <= 0:
+            self._begin_trial(usual, training, lead, load)
+        else:
+            self._before = None
+        return True
+
+    def _begin_trial(self, usual: float, training: float, lead: float, load: Load) -> None:
+        limit = self.limit
+        was_raised = self._before is not None and limit > self._before
+        self._before = None
+        if was_raised and lead <= limit:
+            self._hold_on()  # more in flight was faster
+            return
+        if (limit == 1.0 or was_raised) and lead > limit and not load.is_limited:
+            # More batches in flight would take less time in this proportion, down to the trainer's.
+            trial = 2.0 * limit
+            best = max((1.0 + limit) / (1.0 + trial), training / usual)
+            self._most_seconds = usual * (1.0 + best) / 2
+        elif (
+            min(limit, lead) > 1.0 + LITTLE and load.is_full and load.starved > WORTH * load.seconds
+        ):
+            trial = 1.0 + LESS * (min(limit, lead) - 1.0)
+            trial = trial if trial > 1.0 + LITTLE else 1.0
+            self._most_seconds = usual * NO_SLOWER
+        else:
+            return
+        self._before = limit
+        self._set(trial, lead)
+
+    def _restore(self, lead: float) -> None:
+        """The limit before a trial that has failed."""
+        assert self._before is not None
+        self._set(self._before, lead)
+        self._before = None
+        self._hold_on()
+
+    def _hold_on(self) -> None:
+        self._hold = self._patience
+        self._patience *= 2
+
+    def _set(self, limit: float, lead: float) -> None:
+        """What was requested under the other limit trains first, and is not judged."""
+        if limit != self.limit:
+            self._skip = ceil(min(lead, max(limit, self.limit))) + 1
+        self.limit = limit
+
+
 class Pace:
     """What the seconds of a step were spent on, as the trainer sees it."""
 
@@ -182,6 +355,9 @@ class Pace:
         self._env: str | None = None
         self._held_now = 0.0
         """Seconds held since the version was served."""
+        self._inflight = 0
+        self._counted_at = 0.0
+        self.load = Load()
         self.spent: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         """Seconds by cause: ``training``; the trainer had no batch because it was ``held`` for a
         group that is late, or ``starved`` because too few groups were complete."""
@@ -205,11 +381,13 @@ class Pace:
         self._served_at = now
         self._sent_at = {step: at for step, at in self._sent_at.items() if step > version}
 
-    def look(self, cause: str, waits_for: str | None, now: float) -> None:
+    def look(self, cause: str, waits_for: str | None, inflight: int, now: float) -> None:
         """The trainer's state from now on; the time since the last look had the cause of then.
         ``waits_for``: the env of the group that it is held for."""
         elapsed = max(now - self._looked_at, 0.0) if self._looked_at else 0.0
         self.spent[self._cause] += elapsed
+        self.load.add(self._cause, elapsed)
+        self.count(inflight, now)
         if self._cause == "held":
             self._held_now += elapsed
             env = self._env or ""
@@ -218,6 +396,14 @@ class Pace:
         self._cause = cause
         self._env = waits_for
         self._looked_at = now
+
+    def count(self, inflight: int, now: float) -> None:
+        """Rollouts in flight from now on."""
+        if self._cause == "starved":
+            self.load.inflight += self._inflight * max(now - self._counted_at, 0.0)
+        self.load.most = max(self.load.most, inflight)
+        self._inflight = inflight
+        self._counted_at = now
 
     def take_spent(self) -> dict[str, float]:
         """Seconds by cause since the last call."""
@@ -230,6 +416,11 @@ class Pace:
         held = self.held
         self.held = dict.fromkeys(held, 0.0)
         return held
+
+    @property
+    def last_seconds(self) -> float:
+        """Of the last step; 0.0: none has been trained."""
+        return self._cycles[-1] if self._cycles else 0.0
 
     def step_seconds(self, in_turn: bool) -> float | None:
         """What a step takes if enough groups are complete: the trainer's time, and the time for
@@ -248,6 +439,8 @@ class InflightLimit:
 
     number: int
     reason: str
+    follows_lead: bool = False
+    """The number comes from the lead, and does not limit it."""
 
 
 def inflight_limit(
@@ -279,8 +472,9 @@ def inflight_limit(
     batches = max(2.0, longest_lead + 1)
     number = ceil(batches * batch_size)
     if batches > 2:
-        return InflightLimit(number, f"{batches:.1f} batches, by the durations of groups")
-    return InflightLimit(number, "two batches")
+        why = f"{batches:.1f} batches, by the durations of groups"
+        return InflightLimit(number, why, follows_lead=True)
+    return InflightLimit(number, "two batches", follows_lead=True)
 
 
 class Admission:
@@ -304,6 +498,8 @@ class Admission:
         self._factor = oversampling_factor
         self._fixed_lead = lead
         self._places = places
+        self.most_inflight = inf
+        """Rollouts that the engines or the config allow, as far as known."""
         self.in_turn = False
         """Engines and trainer share the GPUs."""
         self.in_order = max_off_policy_steps == 0
@@ -311,6 +507,7 @@ class Admission:
         """In the order in which they were chosen."""
         self.durations: dict[str, Durations] = {}
         self.pace = Pace()
+        self.reach = Reach()
         self._members: Counter[str] = Counter()
         """Members of the tickets, by env."""
         self._unopened: dict[int, Ticket] = {}
@@ -377,6 +574,19 @@ class Admission:
             if not of_version.total():
                 del self._by_version[ticket.policy_version]
 
+    def version_served(self, version: int, now: float) -> None:
+        """The engines sample from ``version``."""
+        pace = self.pace
+        pace.version_served(version, now)
+        if self.max_off_policy_steps < 2 or not pace.last_seconds:
+            return
+        lead = max(self._leads.values(), default=1.0)
+        lead = min(lead, float(self.max_off_policy_steps))
+        training = pace.step_seconds(in_turn=False) or 0.0
+        pace.load.limit = self.most_inflight
+        if self.reach.version_served(pace.last_seconds, training, lead, pace.load):
+            pace.load = Load()
+
     def take_metrics(self) -> dict[str, float]:
         """What the seconds since the last call were spent on, and the leads."""
         metrics = {f"pace/{cause}": seconds for cause, seconds in self.pace.take_spent().items()}
@@ -395,6 +605,8 @@ class Admission:
         most = float(self.max_off_policy_steps)
         if self._fixed_lead is not None:
             return min(self._fixed_lead, most)
+        if not self.in_turn:
+            most = min(most, self.reach.limit)
         return min(self._leads.get(env, 1.0), most)
 
     @property
@@ -515,7 +727,8 @@ class Admission:
             self._passed[ticket.env_name] += ticket.size
 
         # Batch ``version + 1`` is the one that the trainer needs next.
-        self.pace.look("training" if at.step > at.version + 1 else cause, env, now)
+        waits = at.step <= at.version + 1
+        self.pace.look(cause if waits else "training", env, at.num_inflight, now)
         return chosen
 
     def _handed_on(self, at: Standing) -> tuple[list[Ticket], str, str | None]:

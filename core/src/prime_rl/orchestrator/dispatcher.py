@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -171,7 +172,7 @@ class Dispatcher:
 
     def version_served(self, version: int) -> None:
         """The engines sample from ``version``."""
-        self.admission.pace.version_served(version, self._clock())
+        self.admission.version_served(version, self._clock())
         self.wake()
 
     # -- resuming from a checkpoint ---------------------------------------------------------------
@@ -236,7 +237,12 @@ class Dispatcher:
     @property
     def _standing(self) -> Standing:
         version = self._engines.policy.version
-        return Standing(version, self._buffer.batch.step, self._buffer.num_buffered)
+        return Standing(
+            version=version,
+            step=self._buffer.batch.step,
+            num_buffered=self._buffer.num_buffered,
+            num_inflight=self.num_inflight,
+        )
 
     def _places(self, env: str, members: int) -> float:
         """Rollouts that members of groups will bring: at first one per agent of their env."""
@@ -248,7 +254,9 @@ class Dispatcher:
             return
 
         self.admission.measure(self._engines.policy.version, self._clock())
-        most = self.max_inflight
+        limit = self.limit
+        most = limit.number
+        self.admission.most_inflight = inf if limit.follows_lead else most
         for ticket in self.admission.to_open(self._standing):
             if self.num_inflight >= most:
                 return
@@ -303,6 +311,7 @@ class Dispatcher:
         group.members[index] = rollouts
         self._inflight -= not group.cancelled
         self.counts["failed" if rollouts is None else "finished"] += 1
+        self.admission.pace.count(self._inflight, self._clock())
         if not (group.num_inflight or group.cancelled):
             self.admission.complete(group, self._clock())
             self._hand_on()
