@@ -10,6 +10,7 @@ from prime_rl.registry.offers import KINDS, OBSERVER, collect
 CORE = Path(__file__).parents[1] / "core/src/prime_rl"
 
 OTHER_MEANINGS = {
+    ("config/contract.py", "lora"),  # part of a key of an engine's request
     ("config/orchestrator.py", "auto"),  # env_workers
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Generator
 from contextlib import nullcontext
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,9 @@ def test_a_quick_dry_run_shows_processes_batch_and_wrappers_and_builds_no_enviro
     assert "process    orchestrator: no GPU of its own" in lines
     batch = "batch      16 rollouts, at most 1,024 tokens per step, in rows of 64"
     assert batch in lines and "wrapper    score_group wrapped by clip" in lines
-    assert "order      score_group: 'clip' around 'grpo' (env reverse-text)" in lines
+    rewards = f"'environments' (prime-rl-environments {version('prime-rl-environments')})"
+    order = f"'clip' around {rewards}, then 'grpo'"  # group rewards come before the algorithm
+    assert f"order      score_group: {order} (env reverse-text)" in lines
     assert any(line.startswith("env        reverse-text: ") for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Annotated, Any
 
 import typer
@@ -79,8 +80,7 @@ def read(file: Any) -> dict[str, Any]:
     if file.suffix not in (".yaml", ".yml"):
         return read_toml(file)
     try:
-        import yaml  # type: ignore[import-untyped]
-
+        yaml = importlib.import_module("yaml")  # optional: upstream has TOML, verl has YAML
         table = yaml.safe_load(file.read_text("utf-8"))
     except ImportError:
         raise ConfigError(f"{file}: YAML needs a package: pip install pyyaml") from None
