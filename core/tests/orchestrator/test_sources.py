@@ -331,8 +331,18 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back(froz
     assert rollout.reward == 0.5 and seen[-1] is None and len(env.calls) == 1
 
 
+class Said(SimpleNamespace):
+    """A message of the assistant, as verifiers has it."""
+
+    def __init__(self, content):
+        super().__init__(role="assistant", content=content)
+
+    def model_dump(self, exclude_none):
+        return {"role": self.role, "content": self.content}
+
+
 async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there, frozen):
-    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    message = Said("b")
     trace = trace_of(message)
     reply = RolloutResult(ok=True, reward=1.0, trace=trace)
     source, env = frozen(there, reply, client="chat", rendering=FakeHost)
@@ -344,9 +354,7 @@ async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_th
 
 
 async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there, frozen):
-    message = SimpleNamespace(
-        model_dump=lambda exclude_none: {"role": "assistant", "content": "bc"}
-    )
+    message = Said("bc")
     reply = RolloutResult(ok=True, trace=trace_of(message), is_truncated=True)
     source, _ = frozen(there, reply, client="chat", rendering=FakeHost)
     (rollout,) = await source.produce(ASK)
@@ -360,7 +368,7 @@ async def test_a_reply_that_the_policy_could_not_have_written_costs_its_rollout(
         def supervised_samples(self, messages, tools=None):
             raise ConfigError("message 1 could not be sampled in a rollout")
 
-    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    message = Said("b")
     reply = RolloutResult(ok=True, reward=1.0, trace=trace_of(message))
     source, _ = frozen(there, reply, client="chat", rendering=Refusing)
     with pytest.raises(RolloutFailed, match="cannot be tokenized: ConfigError: message 1 could"):
@@ -368,7 +376,7 @@ async def test_a_reply_that_the_policy_could_not_have_written_costs_its_rollout(
 
 
 async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there, frozen):
-    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    message = Said("b")
     reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))
     source, _ = frozen(there, reply, client="chat", rendering=FakeHost)
     with pytest.raises(ConfigError, match="also tells the model of tools"):

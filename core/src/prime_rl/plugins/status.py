@@ -79,7 +79,8 @@ def read_status(path: Path) -> StatusReport | None:
     file that is being replaced may vanish under the reader)."""
     try:
         table: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if "state" not in table:  # a key that we do not know may be of a newer version
+        # A key that we do not know may be of a newer version; the supervisor's record has no time.
+        if not {"state", "time"} <= table.keys():
             return None
         detail = dict(table.get("detail", {}))
         facts = msgspec.json.decode(str(detail.pop(FACTS, "{}")), type=Facts)

@@ -134,8 +134,8 @@ class StepMetrics:
             tokens = np.concatenate([places[call.tokens] for call, _ in masked])
             at = to_device(tokens, np.int64, self._device)
             member = torch.cat([each.mask for _, each in masked])
-            is_masked = torch.cat([each.values for _, each in masked]).detach().float()
-            weights = torch.zeros_like(logprobs).index_add_(0, at, member.float())
+            is_masked = torch.cat([each.values for _, each in masked]).detach().to(logprobs.dtype)
+            weights = torch.zeros_like(logprobs).index_add_(0, at, member.to(logprobs.dtype))
             values = torch.zeros_like(logprobs).index_add_(0, at, is_masked.where(member, 0.0))
             self._add_by_lag("is_masked", lag, np.unique(tokens), values, weights)
 
