@@ -253,7 +253,7 @@ def test_weights_that_cannot_go_from_memory_to_memory(way, tables, where):
 
 def test_weights_go_through_memory_that_two_processes_on_one_gpu_share():
     tables = {"weight_broadcast": {"type": "ipc"}, "deployment": {"colocated": True}}
-    assert check(config(**tables)).has_plugin("app")
+    assert check(config(**tables)).hooks.has_plugin("app")
 
 
 def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():

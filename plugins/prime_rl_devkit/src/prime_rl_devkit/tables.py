@@ -19,17 +19,14 @@ def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
     for title in ("plugin", "distribution", "version"):
         table.add_column(title, no_wrap=True)
     table.add_column("offers")
-    extra = [key for key in ("implements", "wraps") if any(row[key] for row in rows)]
-    for key in extra:
-        table.add_column(key)
     for row in rows:
-        offers = "\n".join(f"{kind}: {_some(names)}" for kind, names in row["offers"].items())
+        lists = row["offers"] | {key: row[key] for key in ("implements", "wraps") if row[key]}
+        offers = "\n".join(f"{kind}: {_some(names)}" for kind, names in lists.items())
         table.add_row(
             row["plugin"],
             row["distribution"],
             row["version"],
             Text(f"broken: {row['error']}", "red") if row["error"] else offers,
-            *("\n".join(row[key]) for key in extra),
         )
 
     Console().print(table)
