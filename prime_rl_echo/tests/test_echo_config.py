@@ -41,6 +41,7 @@ def keepers(tmp_path, monkeypatch):
     )
     (tmp_path / "echo_test_broken.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the processes of a run find it too
     import echo_test_keepers
 
     return echo_test_keepers

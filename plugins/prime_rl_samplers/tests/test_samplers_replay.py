@@ -149,6 +149,7 @@ def test_every_field_of_a_rollout_is_stored_except_the_listed_ones():
         "episode_id": 7,
         "agent": "solver",
         "task": {"prompt": "p"},
+        "messages": [{"role": "assistant", "content": "a"}],
         "source": "policy",
         "has_logprobs": True,
     }

@@ -132,9 +132,10 @@ def test_the_doctor_chat_the_plain_view_and_errors_show_it_as_text(run, monkeypa
     from prime_rl_tools.doctor import Verdict
 
     verdict = Verdict("one_reply", EVIL, EVIL, EVIL, EVIL, "held")
-    history = SimpleNamespace(run_dir=run, steps=[*range(99)])
+    history = SimpleNamespace(run_dir=run, steps=[*range(99)], values=lambda *_: [])
     monkeypatch.setattr("prime_rl_tools.doctor.History", lambda run_dir: history)
     monkeypatch.setattr("prime_rl_tools.doctor.diagnose", lambda history: [verdict])
+    monkeypatch.setattr("prime_rl_tools.doctor.pace_line", lambda history: None)
     assert "EVIL" in (said := invoke("doctor", run)) and not RULES.search(said)
     talk = SimpleNamespace(ask=lambda line: [EVIL, EVIL], sides=[SimpleNamespace(label="a")] * 2)
     console = Console(width=100, file=io.StringIO())

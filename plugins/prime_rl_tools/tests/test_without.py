@@ -33,6 +33,7 @@ COMMANDS = {
     "plan": ("plan {}/a.toml --gpus 8xH100", "a.toml"),
     "race": ("race {}/a.toml {}/b.toml", "a.toml"),
     "serve-env": ("serve-env {}/a.toml", "a.toml"),
+    "migrate": ("migrate {}/a.toml", "a.toml|model"),
     "chat": ("chat missing --output-dir {}", "missing"),
     "eval": ("eval no-such-env", "no-such-env"),
     "watch": ("watch missing --output-dir {}", "missing"),

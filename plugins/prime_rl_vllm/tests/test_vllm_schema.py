@@ -104,9 +104,9 @@ def engine(workers=1, replicas=1, device="cpu"):
 def test_every_worker_receives_weights_unless_several_engines_share_an_address():
     state = State("tiny", "folder", 8, Keys("a", "s"), Status(None))
     state.engine = engine(workers=4)
-    assert state.receives == {"workers": 4, "backends": ["gloo"]}
+    assert state.receives == {"workers": 4, "backends": ["gloo", "ipc"]}
     state.engine = engine(workers=2, device="cuda")
-    assert state.receives == {"workers": 2, "backends": ["gloo", "nccl"]}
+    assert state.receives == {"workers": 2, "backends": ["gloo", "nccl", "ipc"]}
     state.engine = engine(workers=2, replicas=2)
     assert state.receives is None
 

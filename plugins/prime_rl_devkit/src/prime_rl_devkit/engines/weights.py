@@ -98,14 +98,16 @@ def pause(engine: EngineSubject) -> None:
     engine.need_admin()
     long = engine.max_model_len - 16
     prompt = prompt_of(engine, 4)
+    started = time.monotonic()
     free = engine.choice(prompt, max_tokens=long, seed=4)
+    whole = time.monotonic() - started
     with engine.running(engine.body(prompt, max_tokens=long, seed=4)) as old:
         engine.pause()
         before = settled(engine)
         if old.done():
             raise Broken(f"a request of {long} tokens ended under /pause, or before it could come")
         with engine.held(engine.body(prompt, max_tokens=3, seed=5)) as new:
-            time.sleep(0.1)
+            time.sleep(max(0.1, whole))  # an engine that samples would be through
             made = engine.metric("generation_tokens") - before
             early = [each for each in (old, new) if each.done()]
             engine.resume()
