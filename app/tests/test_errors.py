@@ -177,3 +177,10 @@ def test_a_schedule_that_max_steps_shortens_is_no_error_beside_an_unknown_key(
         main()
     said = capsys.readouterr().err
     assert "nonsense: unknown key" in said and "With these keys left out" not in said
+
+
+def test_a_value_that_no_plugin_offers_is_not_an_unknown_key(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[orchestrator.renderer]\nname = "qwen3"\n')
+    message = "orchestrator.renderer.name: no installed plugin offers the renderer 'qwen3'"
+    assert explained(message, [str(file)]) == f"{file}:2: {message}"

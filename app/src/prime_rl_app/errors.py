@@ -185,7 +185,8 @@ def _explained(line: str, source: Source) -> Iterator[str]:
     told = {}
     if parsed["problem"].startswith("unknown key"):
         told = _advice(key, source)
-    elif parsed["problem"].startswith(NOT_OFFERED):
+    elif parsed["problem"].startswith(NOT_OFFERED) and not source.values.get(key):
+        # A table that no plugin has. Where the key has a value, the value is what is missing.
         told = {each: match for each, match in _advice(key, source).items() if match is not None}
     for each, match in (told or {key: None}).items():
         said = line if match is None and each == key else f"{each}: {in_words(match)}"
