@@ -16,7 +16,7 @@ APPLICATION = ROOT / "app/src/prime_rl_app"
 PLUGINS = sorted([*(ROOT / "plugins").glob("prime_rl_*"), *ROOT.glob("prime_rl_*")])
 PLUGINS = [folder for folder in PLUGINS if (folder / "pyproject.toml").exists()]
 
-MODULES_OF = {"prime-rl-core": "prime_rl", "pyzmq": "zmq", "ipython": "IPython"}
+MODULES_OF = {"prime-rl-core": "prime_rl", "pyzmq": "zmq", "ipython": "IPython", "pyyaml": "yaml"}
 """Import name of a distribution where it is not its own name with underscores."""
 
 

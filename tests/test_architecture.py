@@ -443,3 +443,20 @@ def test_every_file_that_the_map_and_the_tour_name_exists(page: str) -> None:
         return (CORE / path).exists() or (ROOT / path).exists()
 
     assert [path for path in named if not exists(path)] == []
+
+
+def test_every_group_of_entry_points_that_is_read_is_declared() -> None:
+    """Else it is empty in silence."""
+    reads = re.compile(r'\b(?:entries|names_of)\(\s*"(prime_rl\.\w+)"')
+    read = {
+        group
+        for source in (CORE, APPLICATION, *(folder / "src" for folder in PLUGINS))
+        for file in source.rglob("*.py")
+        for group in reads.findall(file.read_text("utf-8"))
+    }
+    folders = (ROOT / "app", ROOT / "core", *PLUGINS)
+    declared_groups = {
+        group for folder in folders for group in pyproject(folder).get("entry-points", {})
+    }
+    assert len(read) > 3
+    assert read <= declared_groups

@@ -357,6 +357,29 @@ def test_a_script_with_lambdas_trains_as_a_user_starts_it(model_cache, tmp_path)
     assert "workers: 1 of 1 ready" in done.stdout or "ready" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_script_of_the_page_runs_with_a_smaller_model(page, model_cache, tmp_path):
+    """In the model's place one that is made here, and two steps instead of twenty."""
+    text = (ROOT / page).read_text("utf-8")
+    (script,) = re.findall(
+        r'^```python title="sums.py"\n(.*?)^```$', text, re.DOTALL | re.MULTILINE
+    )
+    small = "{'name': 'tiny-chat', 'warmup_exact': 0.0}"
+    changes = (
+        ('"smollm2-135m"', small),
+        ("max_steps=20", "max_steps=2, orchestrator={'post_batch_filters': []}"),
+    )
+    for shown, run in changes:
+        assert shown in script
+        script = script.replace(shown, run)
+    (tmp_path / "sums.py").write_text(script.replace("step=20", "step=2"))
+    env = os.environ | {"PRIME_RL_CACHE": str(model_cache)}
+    command = [sys.executable, "sums.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 TOML = """
 max_steps = 1
 seq_len = 128

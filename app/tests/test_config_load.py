@@ -154,12 +154,22 @@ def test_habits_of_upstreams_command_line(words, key, value):
     assert parse_overrides(words.split(" ")) == [(key.split("."), value)]
 
 
-def test_a_table_of_the_command_line_is_laid_over_that_of_the_file(toml):
-    config = load_config([toml(LEAST + "[trainer.optim]\nlr = 1.0\n")], ["--trainer.optim",
-        '{"weight_decay": 0.5}', "--no-ckpt", "--plugins.disabled", "a", "7"])  # fmt: skip
+def test_a_table_of_the_command_line_replaces_that_of_the_file_and_a_switch_keeps_it(toml):
+    file = toml(LEAST + "[trainer.optim]\nlr = 1.0\n[ckpt]\ninterval = 3\n")
+    config = load_config(
+        [file],
+        ["--trainer.optim", '{"weight_decay": 0.5}', "--no-ckpt", "--plugins.disabled", "a", "7"],
+    )
     optim = config.trainer.optim
-    assert (optim.lr, optim.weight_decay, config.ckpt.enabled) == (1.0, 0.5, False)
+    assert (optim.lr, optim.weight_decay) == (load_config([toml(LEAST)]).trainer.optim.lr, 0.5)
+    assert (config.ckpt.enabled, config.ckpt.interval) == (False, 3)
     assert config.plugins.disabled == ("a", "7")
+
+
+def test_a_tuning_that_is_switched_on_keeps_its_settings(toml):
+    file = toml(LEAST + "[trainer.lora]\nrank = 4\n")
+    config = load_config([file], ["--trainer.lora"])
+    assert config.trainer.settings["lora"]["rank"] == 4
 
 
 @pytest.mark.parametrize("words", ["--seed 1 2", "--plugins.disabled a b.toml", "--ckpt true x"])

@@ -322,6 +322,18 @@ def test_every_key_is_carried_over_left_out_with_a_note_or_refused_by_name(table
     assert tomllib.loads(text) == migration.table, text
 
 
+@pytest.mark.parametrize("key", ["orchestrator", "trainer", "inference", "orchestrator.train"])
+@pytest.mark.parametrize("value", [False, 3, "text", [1]])
+def test_a_value_where_a_table_belongs_is_refused_by_name(key, value):
+    *folders, last = key.split(".")
+    table = {last: value}
+    for folder in folders:
+        table = {folder: table}
+    migration = migrate(table)
+    assert [each.partition(" = ")[0] for each in migration.unknown] == [key]
+    assert last not in migration.table or migration.table[last] != value
+
+
 @given(st.sampled_from(sorted(VALUES)), SIMPLE)
 def test_any_value_is_converted_or_left_out(pattern, value):
     VALUES[pattern](value)

@@ -96,7 +96,8 @@ def test_an_invalid_role_is_refused(roles, message):
     [
         ({}, "filter.import_path: required, and nothing was given"),
         ({"import_path": "keep"},
-         "filter: import_path: got 'keep', expected 'module.function' or 'module:function'"),
+         "filter: import_path: got 'keep', expected 'module.function', 'module:function' or "
+         "'path/to/file.py:function'"),
         ({"import_path": "echo_test_broken.keep"},
          "filter: import_path 'echo_test_broken.keep': module 'echo_test_broken' is there, but "
          "importing it failed: ZeroDivisionError: division by zero. Fix it."),

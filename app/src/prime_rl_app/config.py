@@ -188,15 +188,20 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
 
 
 def _switched(path: list[str], on: bool) -> Any:
-    """What a key without a value sets: a switch, or a table that has one or is one."""
+    """What a key without a value sets: a switch, or a table that has one or is one. The table that
+    is there stays."""
     if ".".join([*path, "enabled"]) in our_keys():
-        return {"enabled": on}
+        return SwitchedOn(enabled=on)
     is_tuning = path[:-1] == ["trainer"] and bringer("tuning", path[-1]) is not None
     is_part = path[:-1] in (["monitors"], ["trainer", "heads"]) or is_tuning
     if on and is_part:
-        return {}
+        return SwitchedOn()
     # As text: only a switch takes it, so that a forgotten value is no silent 1.
     return "true" if on else "false"
+
+
+class SwitchedOn(dict[str, Any]):
+    """A table that is laid over the one that is there; any other table replaces it."""
 
 
 Typed = str | list[str] | None
@@ -258,8 +263,7 @@ def _json(text: str) -> Any:
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Write ``value`` at a dotted path; a table is laid over the one that is there. Raises
-    ``ConfigError`` if the path leads through a value."""
+    """Write ``value`` at a dotted path. Raises ``ConfigError`` if it leads through a value."""
     current: Any = table
     for depth, part in enumerate(path, start=1):
         if not isinstance(current, dict | list):
@@ -275,7 +279,7 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
         if depth == len(path):
             old = current.get(key) if isinstance(current, dict) else None
-            if isinstance(old, dict) and isinstance(value, dict):
+            if isinstance(value, SwitchedOn) and isinstance(old, dict):
                 current[key] = merge(old, value)
             else:
                 current[key] = value

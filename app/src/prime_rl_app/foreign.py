@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
@@ -805,6 +806,17 @@ def is_ours(path: Sequence[Part]) -> bool:
             return _takes_any_key(known[prefix].annotation)
 
     return False
+
+
+def is_table(path: Sequence[Part]) -> bool:
+    """Whether our schema has a table there, and no plain value."""
+    key = ".".join(part for part in path if isinstance(part, str))
+    info = our_keys().get(key)
+    if info is None:
+        return False
+    annotations = get_args(info.annotation) or (info.annotation,)
+    kinds = [each for each in annotations if each is not NoneType]
+    return all(isinstance(each, type) and issubclass(each, BaseModel) for each in kinds)
 
 
 def _takes_any_key(annotation: Any) -> bool:

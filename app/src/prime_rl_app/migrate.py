@@ -16,7 +16,17 @@ from pydantic import BaseModel
 
 from prime_rl.config.explain import fits
 from prime_rl.errors import ConfigError
-from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, Match, Part, is_ours, look_up, our_keys
+from prime_rl_app.foreign import (
+    NAMES,
+    PRIME_RL,
+    VERL,
+    Match,
+    Part,
+    is_ours,
+    is_table,
+    look_up,
+    our_keys,
+)
 
 Path = tuple[Part, ...]
 
@@ -348,6 +358,8 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             result.unknown.append(_assigned(path, value))
         elif value == "None":
             result.left_out.append(f"{_assigned(path, value)}: no value, as by default")
+        elif is_table(path) and not isinstance(value, dict):
+            result.unknown.append(_assigned(path, value))
         else:
             _put(result.table, path, value)
             result.carried[path] = [".".join(map(str, path))]

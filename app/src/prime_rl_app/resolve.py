@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_rl import Algorithm, Engine, PluginConfig
 from prime_rl.config.contract import FrozenModel
@@ -47,7 +47,6 @@ from prime_rl.registry.offers import (
     select,
     settings_of,
 )
-from prime_rl_app import resume as resuming
 from prime_rl_app.env_checks import (
     EarlierWeights,
     algorithm_of,
@@ -58,6 +57,9 @@ from prime_rl_app.env_checks import (
 )
 from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_ranks
 from prime_rl_app.models import build_model_maker, model_path
+
+if TYPE_CHECKING:
+    from prime_rl_app.resume import Plan
 
 LAST_PORT = 65535
 
@@ -130,11 +132,13 @@ class Resolved:
         return num_engines(self.config, self.earlier_weights.engines)
 
     @cached_property
-    def earlier_run(self) -> resuming.Plan | None:
+    def earlier_run(self) -> Plan | None:
         """What the run continues; None: it is a new one."""
         if self.resume is None:
             return None
-        return resuming.plan(self.config, self.resume, self.tuning, self.optimizer)
+        from prime_rl_app.resume import plan  # it needs psutil, of the extra `run`
+
+        return plan(self.config, self.resume, self.tuning, self.optimizer)
 
 
 def check(config: RunConfig, resume: str | None = None) -> Resolved:

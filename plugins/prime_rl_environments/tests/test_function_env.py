@@ -234,7 +234,10 @@ async def test_other_envs_groups_are_left_alone() -> None:
         ({"reward": "my_rewards.exact"}, None),
         ({"reward": ["my_rewards.exact", "my_rewards:short"]}, None),
         ({"reward": "my_rewards.py:exact"}, None),
-        ({"reward": "my_rewards.exactt"}, "my_rewards has no 'exactt'. Did you mean 'exact'"),
+        ({"reward": "my_rewards.py:exactt"}, "has no 'exactt', .*. Did you mean 'exact'"),
+        ({"reward": "gone.py:exact"}, "there is no file gone.py"),
+        ({"reward": "broken.py:exact"}, "importing broken.py failed: ZeroDivisionError"),
+        ({"reward": "my_rewards.exactt"}, "'my_rewards' has no 'exactt', .*. Did you mean 'exact'"),
         ({"reward": "my_rewardz.exact"}, "there is no module 'my_rewardz', neither installed nor"),
         ({"reward": "exact"}, "expected 'module.function'"),
         ({"reward": "my_rewards.wrong"}, "'anser' is no column of the data.*Did you mean 'answer'"),
@@ -242,7 +245,10 @@ async def test_other_envs_groups_are_left_alone() -> None:
         ({"reward": "my_rewards.exact", "prompt_column": "q"}, "row 1 has no column 'q'"),
         ({"reward": "my_rewards.exact", "data": "gone.jsonl"}, "gone.jsonl does not exist"),
         ({"reward": "my_rewards.exact", "system_prompt": "Be brief."}, "the key 'system'"),
-        ({"reward": "broken.exact"}, "importing broken failed: ZeroDivisionError"),
+        (
+            {"reward": "broken.exact"},
+            "'broken' is there, but importing it failed: ZeroDivisionError",
+        ),
     ],
 )
 def test_the_args_of_a_toml_are_checked_before_anything_starts(

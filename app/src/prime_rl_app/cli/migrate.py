@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any
 
 import typer
@@ -80,10 +79,13 @@ def read(file: Any) -> dict[str, Any]:
     if file.suffix not in (".yaml", ".yml"):
         return read_toml(file)
     try:
-        yaml = importlib.import_module("yaml")  # optional: upstream has TOML, verl has YAML
+        import yaml  # type: ignore[import-untyped]
+
         table = yaml.safe_load(file.read_text("utf-8"))
     except ImportError:
-        raise ConfigError(f"{file}: YAML needs a package: pip install pyyaml") from None
+        raise ConfigError(
+            f"{file}: YAML needs a package: pip install 'prime-rl-app[yaml]'"
+        ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: not a YAML file: {error}") from error
     if not isinstance(table, dict):

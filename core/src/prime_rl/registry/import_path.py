@@ -16,25 +16,34 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from prime_rl.errors import ConfigError
 
 
-def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callable[..., Any]:
+def import_function(
+    path: str, kwargs: Mapping[str, Any] | None = None, first: str = ""
+) -> Callable[..., Any]:
     """The function of an import path in the TOML, to be called as ``fn(<first>, **kwargs)``.
+    Without ``kwargs`` the caller checks how it may be called.
 
-    ``module.function`` or ``module:function``; modules of the working directory are found too.
-    Raises ``ConfigError`` if it does not exist, or cannot be called like that.
+    ``module.function``, ``module:function`` or ``path/to/file.py:function``; modules of the working
+    directory are found too. Raises ``ConfigError`` if it does not exist, or cannot be called like
+    that.
     """
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+    module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    is_file = ":" in path and module_name.endswith(".py")
+    names = attribute.split(".") if is_file else [*module_name.split("."), *attribute.split(".")]
+    if not all(name.isidentifier() for name in names):
         raise ConfigError(
-            f"import_path: got {path!r}, expected 'module.function' or 'module:function'"
+            f"import_path: got {path!r}, expected 'module.function', 'module:function' or "
+            "'path/to/file.py:function'"
         )
 
-    found = _import(path, module_name)
+    found = _import_file(path, module_name) if is_file else _import(path, module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
             functions = [n for n, each in vars(found).items() if inspect.isroutine(each)]
@@ -52,7 +61,8 @@ def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callabl
             "function itself."
         )
 
-    _check_call(found, path, kwargs, first)
+    if kwargs is not None:
+        _check_call(found, path, kwargs, first)
     return found  # type: ignore[no-any-return]
 
 
@@ -136,3 +146,24 @@ def _import(path: str, module: str) -> Any:
         ) from error
     finally:
         del sys.path[-1 - sys.path[::-1].index(here)]
+
+
+@cache
+def _import_file(path: str, name: str) -> ModuleType:
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ConfigError(
+            f"import_path {path!r}: there is no file {file} (working directory {os.getcwd()})"
+        )
+    spec = spec_from_file_location(file.stem, file.resolve())
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"import_path {path!r}: importing {file} failed: {type(error).__name__}: {error}. Fix "
+            "it, or install what it imports."
+        ) from error
+
+    return module

@@ -257,7 +257,7 @@ class IpcConnection(Connection):
 
 
 def address(group: BroadcastGroup, key: str) -> str:
-    """Of a group's socket: nobody without the key can foresee it, and take it."""
+    """The name of a group's socket. Only a process with the key can foresee it, and take it."""
     return f"\0prime-rl-{hmac.digest(key.encode(), group.group.encode(), 'sha256').hex()}"
 
 

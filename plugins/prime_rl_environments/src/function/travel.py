@@ -2,7 +2,7 @@
 
 This is the one place that unpickles, and it unpickles only what the process that started the run
 has written: the bytes are sealed with a key (HMAC-SHA256) that is in the environment of the run's
-processes and in no file. A file that somebody else wrote, or changed, is refused unread.
+processes and in no file. A file that another process wrote or changed is refused unread.
 """
 
 from __future__ import annotations

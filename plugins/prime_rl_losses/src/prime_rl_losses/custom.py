@@ -28,7 +28,7 @@ class CustomLossConfig(PluginConfig):
 
     import_path: str
     """The function: ``my_module.my_loss`` or ``my_module:my_loss``, in an installed package or the
-    working directory."""
+    working directory, or ``path/to/file.py:my_loss``."""
     kwargs: dict[str, Any] = {}
     """Its keyword arguments besides ``inputs``."""
 

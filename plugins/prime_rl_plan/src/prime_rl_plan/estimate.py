@@ -17,7 +17,6 @@ from typing import Any
 
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import FILES, RunConfig
-from prime_rl.entries import entries
 from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, make
 from prime_rl_plan.architecture import active_share, architecture, kv_bytes
@@ -285,7 +284,7 @@ def host(facts: Facts) -> Parts:
     # A reader of files copies what a rank keeps straight to its place, out of the page cache.
     half = _in_half(facts.config, facts.machines)
     parts = {}
-    if not (entries("prime_rl.weight_readers") and (facts.ranks > 1 or half)):
+    if facts.ranks == 1 and not half:
         parts["ranks read the model (float32)"] = 4.0 * facts.weights * local
     held = facts.measured["peaks"]["update"]
     moments = held.get(ON_HOST, 0)
