@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.errors import ConfigError, PrimeRLError, RunError
-from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.plugins.status import SUPERVISOR, StatusReport, read_status
 from prime_rl.rundir.control import RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
 from prime_rl.rundir.rows import last_lines
@@ -167,7 +167,7 @@ def processes(run_dir: Path) -> dict[str, StatusReport]:
     names = [path.stem for path in run_dir.glob("status/*.json")]
     order = ("model", "inference", "trainer", "orchestrator")
     known = [name for name in order if name in names]
-    others = sorted(set(names) - {*order, "supervisor"})
+    others = sorted(set(names) - {*order, SUPERVISOR})
     paths = {name: run_dir / "status" / f"{name}.json" for name in known + others}
     return {
         name: read_status(path) or StatusReport(f"{path} cannot be read")

@@ -52,14 +52,14 @@ def test_an_older_reader_understands_a_status_with_facts(tmp_path):
 @pytest.mark.parametrize("facts", ["", "[]", "{", '{"waits_for": 3}', '{"engines": {"a": 1}}'])
 def test_a_status_with_damaged_facts_counts_as_unreadable(tmp_path, facts):
     path = tmp_path / "trainer.json"
-    path.write_text(json.dumps({"state": "waiting", "time": 1.0, "detail": {"facts": facts}}))
+    path.write_text(json.dumps({"state": "waiting", "detail": {"facts": facts}}))
     assert read_status(path) is None
 
 
 def test_a_status_of_a_newer_version_is_read_without_what_is_unknown(tmp_path):
     path = tmp_path / "trainer.json"
     facts = '{"waits_for": "engines", "more": 1}'
-    table = {"state": "a", "time": 1.0, "new": 1, "detail": {"facts": facts, "n": 2}}
+    table = {"state": "a", "new": 1, "detail": {"facts": facts, "n": 2}}
     path.write_text(json.dumps(table))
     report = read_status(path)
     assert (report.state, report.detail, report.facts.waits_for) == ("a", {"n": 2}, "engines")

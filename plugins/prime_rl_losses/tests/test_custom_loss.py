@@ -157,7 +157,7 @@ def test_values_off_the_mask_give_no_nan_even_in_a_plain_function(module: Any) -
 @pytest.mark.parametrize(
     ("path", "kwargs", "message"),
     [
-        ("ppo_clip_loss", {}, "got 'ppo_clip_loss', expected 'module.function' or 'module:funct"),
+        ("ppo_clip_loss", {}, "got 'ppo_clip_loss', expected 'module.function', 'module:func"),
         ("my_module.", {}, "got 'my_module.', expected 'module.function'"),
         ("other_module.f", {}, r"there is no module 'other_module', neither installed nor in the "
                                r"working directory .*Start the run in its folder"),

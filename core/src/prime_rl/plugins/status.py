@@ -13,6 +13,9 @@ import msgspec
 STARTING = "starting"
 """State of a process that has said nothing yet, and of an engine that has not served yet."""
 
+SUPERVISOR = "supervisor"
+"""Name in the folder of the statuses of a file that is none: the supervisor's record."""
+
 FACTS = "facts"
 """Key of ``detail`` in the file, with the facts as JSON: an older reader shows it as a text."""
 
@@ -79,8 +82,7 @@ def read_status(path: Path) -> StatusReport | None:
     file that is being replaced may vanish under the reader)."""
     try:
         table: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        # A key that we do not know may be of a newer version; the supervisor's record has no time.
-        if not {"state", "time"} <= table.keys():
+        if "state" not in table:  # a key that we do not know may be of a newer version
             return None
         detail = dict(table.get("detail", {}))
         facts = msgspec.json.decode(str(detail.pop(FACTS, "{}")), type=Facts)

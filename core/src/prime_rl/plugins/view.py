@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from prime_rl.errors import printable
 from prime_rl.plugins.base import Offer, PluginConfig
-from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.plugins.status import SUPERVISOR, StatusReport, read_status
 
 
 class RunView(Offer):
@@ -40,7 +40,7 @@ class RunView(Offer):
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
         """The processes to show, by name, and what each of them does or waits for."""
         for path in sorted((self.run_dir / "status").glob("*.json")):
-            report = read_status(path)
+            report = None if path.stem == SUPERVISOR else read_status(path)
             if report is not None:
                 yield path.stem, report
 

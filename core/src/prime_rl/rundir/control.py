@@ -29,11 +29,11 @@ import msgspec
 import psutil
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.status import read_status
+from prime_rl.plugins.status import SUPERVISOR, read_status
 from prime_rl.rundir.checkpoints import durable, would_repeat
 from prime_rl.rundir.status import DONE, names_in, replace_text
 
-RECORD = "status/supervisor.json"
+RECORD = f"status/{SUPERVISOR}.json"
 RUNNING = "running"
 FAILED = "failed"
 STOPPED = "stopped"
