@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One nursery for the processes of all workers."""
-    if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+    is_here = sys.platform == "linux" and warm.forkserver is not None
+    if is_here and "PYTEST_XDIST_WORKER" not in os.environ:
         nursery = warm.nursery()
         nursery.__enter__()
         config.add_cleanup(lambda: nursery.__exit__(None, None, None))
@@ -59,6 +61,14 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "models"
+
+
+@pytest.fixture(autouse=True)
+def no_lock_of_an_earlier_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """renderers keeps one for the process, of the first event loop that waited for it."""
+    client = sys.modules.get("renderers.client")
+    if client is not None:
+        monkeypatch.setattr(client, "_max_prompt_len_lock", asyncio.Lock())
 
 
 @pytest.fixture
@@ -94,9 +104,19 @@ def tiny_reverse(model_cache: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def plugins_are_loaded_anew() -> None:
-    """A test may register plugins of its own."""
-    if manager := sys.modules.get("prime_rl.registry.manager"):
-        manager._load.cache_clear()
+    """After a test that registered or installed plugins of its own. Checking what all plugins offer
+    takes 50 ms, so other tests find them loaded."""
+    manager = sys.modules.get("prime_rl.registry.manager")
+    loaded = {} if manager is None else manager._loaded
+    for key, hooks in [*loaded.items()]:
+        _, entries = key
+        if len(hooks.list_name_plugin()) != len(entries) or not all(map(is_imported, entries)):
+            del loaded[key]
+
+
+def is_imported(entry: EntryPoint) -> bool:
+    """Not so after a test that took away the module that it wrote."""
+    return entry.module in sys.modules
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,13 @@
 """``make bench``: every bench, one after the other, each in a separate process.
 
-    python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
-                    [page] [step] [plan] [env_workers] [many] [overlap] [tail] [growth]
-                    [flat] [real_model]
+    python -m bench [--record] [engine] [wire] [packer] [rollout] [train_step] [memory] [publish]
+                    [update] [page] [step] [plan] [env_workers] [many] [overlap] [tail] [growth]
+                    [flat] [start] [real_model] [roofline] [layouts] [rounding] [gpu]
+                    [ARGUMENT ...]
+
+The first word that names no bench begins the arguments of those that are named: ``python -m bench
+publish --large``, ``python -m bench step short even``. ``--record`` before the names writes the
+figures into ``docs/benchmarks.json``. ``gpu`` runs only if it is named.
 
 Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
 machine. ``memory`` and ``step`` also measure TRL if it is installed (``pip install
@@ -14,30 +19,41 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
+
+from bench.records import WRITES
 
 BENCHES = (
     *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
     *("page", "step", "plan", "env_workers", "many", "overlap", "tail", "growth", "flat"),
-    "real_model",
+    "start",
+    *("real_model", "roofline", "layouts", "rounding", "gpu"),
 )
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main(names: list[str]) -> int:
-    """Run the named benches, or all. Returns the number that failed."""
-    unknown = sorted(set(names) - set(BENCHES))
-    if unknown:
-        print(f"no bench {unknown[0]!r}; available: {', '.join(BENCHES)}", file=sys.stderr)
+def main(arguments: list[str]) -> int:
+    """Run the named benches, or all. What follows the names goes to them. Returns the number that
+    failed."""
+    records = arguments[:1] == ["--record"]
+    arguments = arguments[records:]
+    names = list(takewhile(BENCHES.__contains__, arguments))
+    passed_on = arguments[len(names) :]
+    if passed_on and not names:
+        print(f"no bench {passed_on[0]!r}; available: {', '.join(BENCHES)}", file=sys.stderr)
         return 2
+
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     failed = 0
-    for name in names or BENCHES:
+    for name in names or BENCHES[:-1]:
         print(f"\n== {name}", flush=True)
-        failed += (
-            subprocess.run([sys.executable, "-m", f"bench.{name}"], cwd=ROOT, env=env).returncode
-            != 0
-        )
+        if records:
+            env[WRITES] = " ".join(["python -m bench", name, *passed_on])
+        command = [sys.executable, "-m", f"bench.{name}", *passed_on]
+        ended = subprocess.run(command, cwd=ROOT, env=env)
+        failed += ended.returncode != 0
+
     return failed
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 64
+PROMPT_TOKENS = 64
+NEW_TOKENS = 64
 E = 12 + 68
 """A token id in place of the letter e. Which one does not matter for the cost."""
 

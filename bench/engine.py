@@ -23,9 +23,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from bench.records import record
 from prime_rl_embedded.testing import serve, write_model
 
-CONCURRENT, ROUNDS, PROMPT, NEW, VOCAB = 64, 3, 48, 64, 512
+CONCURRENT = 64
+ROUNDS = 3
+PROMPT = 48
+NEW = 64
+VOCAB = 512
 GOAL = 4000
 MODEL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -54,7 +59,7 @@ class _Reply(msgspec.Struct):
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process, all threads (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -92,7 +97,8 @@ def measure(runs: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), **MODEL)
         with serve(model, max_model_len=256) as served:
-            url, pid = served.url, served.process.pid
+            url = served.url
+            pid = served.process.pid
             asyncio.run(generate(url, "distinct", -1))  # warm-up
             for run in range(runs):
                 for workload in WORKLOADS:
@@ -111,6 +117,7 @@ def main() -> None:
     print(f"embedded engine, {CONCURRENT} rows in flight, tokens per CPU second (goal {GOAL:,}):")
     for workload, rates in measure(runs).items():
         median = statistics.median(rates)
+        record(f"engine.{workload}", median, "tokens per CPU second")
         spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
         ratio = f"{median / GOAL:.1f}x the goal"
         print(f"  {workload:9} median {median:7,.0f}  ({spread} over {runs} runs)  {ratio}")

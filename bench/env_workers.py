@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.records import record
 from bench.rollout import engine, run_batch
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment, SamplingSettings
@@ -45,7 +46,7 @@ def environment(workers: int, milliseconds: float, folder: Path) -> Environment:
     (env,) = config.orchestrator.train.env
     renderer = Qwen3RendererConfig(thinking_retention="all")
     settings = EnvSettings.of(env, renderer=renderer, tokenizer_path=folder)
-    return make_environment(settings, env, config, folder)
+    return make_environment(settings, env, config=config, run_dir=folder)
 
 
 async def cpu(
@@ -53,23 +54,25 @@ async def cpu(
 ) -> list[float]:
     """CPU milliseconds of this process per rollout."""
     figures = []
-    await run_batch(env, endpoint, rollouts, INFLIGHT)
+    await run_batch(env, endpoint, rollouts=rollouts, inflight=INFLIGHT)
     for _ in range(repeats):
         before = time.process_time()
-        await run_batch(env, endpoint, rollouts, INFLIGHT)
+        await run_batch(env, endpoint, rollouts=rollouts, inflight=INFLIGHT)
         figures.append((time.process_time() - before) / rollouts * 1e3)
     return figures
 
 
 async def throughput(env: Environment, endpoint: ModelEndpoint, seconds: float) -> float:
     """Rollouts per second, always ``INFLIGHT`` at once."""
-    await run_batch(env, endpoint, 8, INFLIGHT)
-    done, end = 0, time.monotonic() + seconds
+    await run_batch(env, endpoint, rollouts=8, inflight=INFLIGHT)
+    done = 0
+    end = time.monotonic() + seconds
 
     async def keep(place: int) -> None:
         nonlocal done
         while time.monotonic() < end:
-            example, counted = env.examples[place], time.monotonic() < end
+            example = env.examples[place]
+            counted = time.monotonic() < end
             (result,) = await env.run(
                 example, model=endpoint, sampling=SAMPLING, cache_salt="0", seed=place
             )
@@ -86,16 +89,20 @@ async def tables(endpoint: ModelEndpoint, asked: argparse.Namespace, folder: Pat
     medians = {}
     for workers in asked.workers:
         async with environment(workers, 0.0, folder) as env:
-            figures = await cpu(env, endpoint, asked.rollouts, asked.repeats)
+            figures = await cpu(env, endpoint, rollouts=asked.rollouts, repeats=asked.repeats)
         medians[workers] = statistics.median(figures)
+        record(f"env_workers.{workers}.median", medians[workers], "CPU ms")
+        record(f"env_workers.{workers}.min", min(figures), "CPU ms")
+        record(f"env_workers.{workers}.max", max(figures), "CPU ms")
         spread = f"{min(figures):.2f}-{max(figures):.2f}"
         print(f"{workers:7}  {medians[workers]:.2f} ({spread})", flush=True)
     print("\nworkers  scoring blocks  rollouts/s", flush=True)
     for milliseconds in (50.0, 5.0):
         for workers in asked.workers:
             async with environment(workers, milliseconds, folder) as env:
-                found = await throughput(env, endpoint, asked.seconds)
-            print(f"{workers:7}  {milliseconds:11.0f} ms  {found:10.1f}", flush=True)
+                result = await throughput(env, endpoint, asked.seconds)
+            record(f"env_workers.{workers}.blocked_{milliseconds:g}", result, "rollouts/s")
+            print(f"{workers:7}  {milliseconds:11.0f} ms  {result:10.1f}", flush=True)
 
 
 def main() -> int:

@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 
-from prime_rl_app.rollouts import read_step
+from prime_rl_app.saved_rollouts import read_step
+from prime_rl_tools.view.summary import read_restarts
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_FAULT = 2
@@ -74,7 +75,13 @@ def schedule(seed: int, number: int, steps: int) -> list[Fault]:
     at = sorted(chance.randrange(1, steps - 1) for _ in range(number))
     signals = (signal.SIGKILL, signal.SIGSTOP)
     return [
-        Fault(chance.choice([*KINDS]), n, chance.choice(signals), chance.choice(MOMENTS), step)
+        Fault(
+            chance.choice([*KINDS]),
+            n,
+            signal=chance.choice(signals),
+            moment=chance.choice(MOMENTS),
+            step=step,
+        )
         for n, step in enumerate(at)
     ]
 
@@ -82,7 +89,7 @@ def schedule(seed: int, number: int, steps: int) -> list[Fault]:
 def start(folder: Path, name: str, steps: int, popen: Callable[..., Any]) -> Any:
     """Start a run; its output goes to a file."""
     words = ["--max_steps", str(steps), "--output_dir", str(folder), "--run.name", name]
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         return popen([*COMMAND, *CONFIG, *words], stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -105,14 +112,14 @@ def happens(run_dir: Path, fault: Fault) -> bool:
 
 def targets(supervisor: int, kind: str) -> list[psutil.Process]:
     """Running processes of a kind, in order of their start."""
-    found = []
+    processes = []
     for process in psutil.Process(supervisor).children(recursive=True):
         with suppress(psutil.Error):
             word = next((word for word in process.cmdline() if word.startswith("prime_rl")), "")
             named = word == KINDS[kind] or (kind == "engine" and word.startswith(KINDS[kind]))
             if named and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
-                found.append(process)
-    return sorted(found, key=lambda process: process.create_time())
+                processes.append(process)
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def disturb(run: Any, run_dir: Path, faults: list[Fault]) -> int:
@@ -146,14 +153,14 @@ def storm(folder: Path, number: int, seed: int, popen: Callable[..., Any]) -> di
     """Both runs, and what they show. Raises ``AssertionError`` if they differ."""
     steps = max(6, number * STEPS_PER_FAULT)
     began = time.monotonic()
-    calm = start(folder, "calm", steps, popen)
+    calm = start(folder, "calm", steps=steps, popen=popen)
     limit = LIMIT + STEP_LIMIT * steps
-    assert calm.wait(limit) == 0, (folder / "calm.log").read_text()
+    assert calm.wait(limit) == 0, (folder / "calm.log").read_text("utf-8")
     took = time.monotonic() - began
-    run = start(folder, "storm", steps, popen)
+    run = start(folder, "storm", steps=steps, popen=popen)
     try:
         sent = disturb(run, folder / "storm", schedule(seed, number, steps))
-        assert run.wait(limit) == 0, (folder / "storm.log").read_text()
+        assert run.wait(limit) == 0, (folder / "storm.log").read_text("utf-8")
     finally:
         run.kill()
     (frames, weights), (expected, others) = (
@@ -162,11 +169,9 @@ def storm(folder: Path, number: int, seed: int, popen: Callable[..., Any]) -> di
     differ = [n for n, (a, b) in enumerate(zip(frames, expected, strict=True), 1) if a != b]
     assert not differ, f"steps {differ} have other frames"
     assert weights == others
-    log = folder / "storm" / "recoveries.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
     return {
         "faults": sent,
-        "restarts": [json.loads(line)["cause"] for line in lines],
+        "restarts": [each["cause"] for each in read_restarts(folder / "storm")],
         "steps": steps,
         "calm_seconds": took,
         "storm_seconds": time.monotonic() - began - took,
@@ -180,7 +185,11 @@ def main() -> int:
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(storm(Path(folder), asked.faults, asked.seed, subprocess.Popen), indent=2))
+        print(
+            json.dumps(
+                storm(Path(folder), asked.faults, seed=asked.seed, popen=subprocess.Popen), indent=2
+            )
+        )
     return 0
 
 

@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.records import record
 from prime_rl.inference.client import EngineClient
-from prime_rl.inference.engine import Engine
+from prime_rl.inference.engine import Replica
 from prime_rl.inference.pool import EnginePool
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.registry.components import installed_losses
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.wire import decode_batch
@@ -63,12 +64,12 @@ def rollouts(number: int, length: int, envs: int = 1, group: int = 8) -> list[Ro
 
 def seconds(call: Callable[[], object], repeats: int = 3) -> float:
     """CPU seconds, the median."""
-    found = []
+    seconds = []
     for _ in range(repeats):
         before = time.process_time()
         call()
-        found.append(time.process_time() - before)
-    return statistics.median(found)
+        seconds.append(time.process_time() - before)
+    return statistics.median(seconds)
 
 
 def batch(given: list[Rollout], ranks: int = 1) -> float:
@@ -76,8 +77,8 @@ def batch(given: list[Rollout], ranks: int = 1) -> float:
     capacity = max(8192, max(len(rollout.samples[0]) for rollout in given))
 
     def once() -> None:
-        packing = packing_of(1, given, LOSSES, capacity)
-        for frame in batch_frames(packing, capacity, ranks, 1e-4):
+        packing = batch_to_pack(1, given, losses=LOSSES, limit=capacity)
+        for frame in batch_frames(packing, capacity, num_ranks=ranks, attention_flops=1e-4):
             decode_batch(frame)
 
     return seconds(once)
@@ -104,7 +105,7 @@ def asking(number: int) -> float:
     pool = EnginePool([], None)
 
     async def ask() -> None:
-        engine = Engine(0, EngineClient("http://127.0.0.1:1", None))
+        engine = Replica(0, EngineClient("http://127.0.0.1:1", None))
         engine.serve()
         pool.engines = [engine]
         answers = [asyncio.Future[None]() for _ in range(number)]
@@ -161,11 +162,13 @@ def tables() -> Iterator[tuple[str, str, dict[int, float]]]:
 
 
 def main() -> int:
-    for grows, unit, found in tables():
-        least = min(found)
+    for grows, unit, figures in tables():
+        least = min(figures)
         print(f"{grows}: CPU microseconds per {unit}")
-        for size, cost in found.items():
-            print(f"  {size:9,}  {cost * 1e6:10.3f}  {cost / found[least]:6.2f}x", flush=True)
+        name = grows.replace(" ", "_").replace(",", "")
+        for size, cost in figures.items():
+            print(f"  {size:9,}  {cost * 1e6:10.3f}  {cost / figures[least]:6.2f}x", flush=True)
+            record(f"growth.{name}.{size}", cost * 1e6, f"CPU us per {unit}")
     return 0
 
 

@@ -37,8 +37,14 @@ from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.processes import raise_file_limit
 from prime_rl_app.config import load_config
 
-STEPS, MEDIAN, SIGMA, LONGEST, TOKEN_SECONDS = 3, 64, 1.2, 2048, 0.01
-END, FIRST, LAST = 2, 12, 268
+STEPS = 3
+MEDIAN = 64
+SIGMA = 1.2
+LONGEST = 2048
+TOKEN_SECONDS = 0.01
+END = 2
+FIRST = 12
+LAST = 268
 A_TO_H = 76, 84
 """Token ids of the letters. The reward is the share of the letter e."""
 GIB = 2.0**30
@@ -88,7 +94,8 @@ def engine(
         is_late = random.Random(seed + 1).random() < share
         usual = number * TOKEN_SECONDS if seconds is None else seconds
         await asyncio.sleep(longer if is_late else usual)
-        rng, letters = random.Random(seed), (FIRST, LAST) if seconds is None else A_TO_H
+        rng = random.Random(seed)
+        letters = (FIRST, LAST) if seconds is None else A_TO_H
         tokens = [*(rng.randrange(*letters) for _ in range(number - 1)), END]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]
         choice = {"index": 0, "token_ids": tokens, "finish_reason": "stop"}
@@ -131,11 +138,11 @@ def train(run_dir: Path, step: int, orchestrator: Any, seconds: float = 0.0) -> 
     """Take one batch, train for ``seconds`` and announce the version."""
     path = run_dir / "rollouts_wire" / f"step_{step}"
     while not path.exists():
-        assert orchestrator.poll() is None, (run_dir / "log").read_text()[-3000:]
+        assert orchestrator.poll() is None, (run_dir / "log").read_text("utf-8")[-3000:]
         time.sleep(0.01)
     shutil.rmtree(path)
     time.sleep(seconds)
-    with (run_dir / "trainer.jsonl").open("a") as lines:
+    with (run_dir / "trainer.jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps({"step": step, "time": 0.0, "metrics": {}}) + "\n")
     version = run_dir / "broadcasts" / f"step_{step}"
     version.mkdir()
@@ -153,7 +160,7 @@ class Watch:
     async def run(self) -> None:
         while True:
             with suppress(OSError, ValueError, psutil.Error):
-                detail = json.loads(self._status.read_text())["detail"]
+                detail = json.loads(self._status.read_text("utf-8"))["detail"]
                 self.inflight = max(self.inflight, float(detail.get("inflight", 0)))
                 self.memory = max(self.memory, self._process.memory_info().rss / GIB)
                 others = [p.memory_info().rss for p in self._process.children(recursive=True)]
@@ -168,7 +175,7 @@ def orchestrating(url: str, folder: Path, **values: int) -> Iterator[tuple[Path,
 
     folder.mkdir()
     build_tokenizer().save_pretrained(folder / "model")
-    (folder / "run.toml").write_text(CONFIG.format(**values, longest=LONGEST))
+    (folder / "run.toml").write_text(CONFIG.format(**values, longest=LONGEST), "utf-8")
     overrides = ["--output_dir", str(folder), "--inference.base_url", f'["{url}"]']
     run_dir = make_run_dir(load_config([folder / "run.toml"], overrides))
     Launch(
@@ -181,11 +188,11 @@ def orchestrating(url: str, folder: Path, **values: int) -> Iterator[tuple[Path,
     ).write(run_dir)
     command = [sys.executable, "-m", "prime_rl.orchestrator", str(run_dir)]
     env = os.environ | {"PRIME_RL_ADMIN_KEY": "key"}
-    with (run_dir / "log").open("w") as log:
+    with (run_dir / "log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
     try:
         yield run_dir, process
-        assert process.wait() == 0, (run_dir / "log").read_text()[-3000:]
+        assert process.wait() == 0, (run_dir / "log").read_text("utf-8")[-3000:]
     finally:
         process.kill()
 
@@ -197,11 +204,13 @@ async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[s
         watch = Watch(run_dir, process.pid)
         watching = asyncio.create_task(watch.run())
         await asyncio.to_thread(train, run_dir, 1, process)
-        its = psutil.Process(process.pid)
-        began, before = time.monotonic(), sum(its.cpu_times()[:2])
+        watched = psutil.Process(process.pid)
+        began = time.monotonic()
+        before = sum(watched.cpu_times()[:2])
         for step in range(2, STEPS):
             await asyncio.to_thread(train, run_dir, step, process)
-        seconds, used = time.monotonic() - began, sum(its.cpu_times()[:2]) - before
+        seconds = time.monotonic() - began
+        used = sum(watched.cpu_times()[:2]) - before
         await asyncio.to_thread(train, run_dir, STEPS, process)
         watching.cancel()
     rollouts = (STEPS - 2) * (inflight // 2)
@@ -241,8 +250,8 @@ def main() -> int:
     with serving() as url, tempfile.TemporaryDirectory() as folder:
         for workers in asked.workers:
             place = Path(folder) / f"workers_{workers}"
-            found = asyncio.run(measure(url, place, workers, asked.inflight))
-            print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
+            figures = asyncio.run(measure(url, place, workers=workers, inflight=asked.inflight))
+            print(json.dumps({key: round(value, 3) for key, value in figures.items()}), flush=True)
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.records import record
 from bench.train_step import Documents, PolicyGradient, make_model, micro_batch
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
@@ -37,7 +38,9 @@ from prime_rl.registry.offers import make_kernel
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
 
-VOCAB, DOCUMENTS, HALF = 32_768, 16, 64
+VOCAB = 32_768
+DOCUMENTS = 16
+HALF = 64
 REPEATS = 3
 SIZES = {
     "vocab_size": VOCAB,
@@ -60,7 +63,8 @@ def documents() -> Documents:
 def ours(**settings: Any) -> Step:
     """The trainer's own step."""
     config = TrainerConfig(device="cpu", **settings)
-    model, losses = make_model("sdpa", **SIZES), installed_losses()
+    model = make_model("sdpa", **SIZES)
+    losses = installed_losses()
     losses = losses.with_rl(PolicyGradient(PluginConfig()))
     trainer = Trainer(
         model, losses, config, 100, kernel=make_kernel(config, load_plugins(TRAINER_GROUP))
@@ -73,7 +77,9 @@ def plain() -> Step:
     """Logits of every position, their full log-softmax, and its entropy."""
     model = make_model("sdpa", **SIZES)
     optim = TrainerConfig().optim
-    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
+    optimizer = build_optimizer(
+        AdamWMaker(AdamWConfig()), model, lr=optim.lr, weight_decay=optim.weight_decay
+    )
     ids = torch.tensor(documents())
 
     def step() -> None:
@@ -110,8 +116,11 @@ def trl_step() -> Step:
         processing_class=build_tokenizer(),
     )
     trainer.current_gradient_accumulation_steps = 1
-    model, optim = trainer.model.train(), TrainerConfig().optim
-    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
+    model = trainer.model.train()
+    optim = TrainerConfig().optim
+    optimizer = build_optimizer(
+        AdamWMaker(AdamWConfig()), model, lr=optim.lr, weight_decay=optim.weight_decay
+    )
     ids = torch.tensor(documents())
     ones = torch.ones(DOCUMENTS, HALF, dtype=torch.long)
     inputs = {
@@ -145,7 +154,7 @@ VARIANTS: dict[str, Callable[[], Step]] = {
 def measure(step: Step) -> dict[str, float]:
     """Peak MiB above the current level, and tokens per CPU second."""
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")  # reset the peak
     step()
     seconds = []
     for _ in range(REPEATS):
@@ -161,7 +170,7 @@ def measure(step: Step) -> dict[str, float]:
 
 def memory(key: str) -> float:
     """A memory figure of this process, in MiB (Linux)."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text("utf-8")
     return int(status.split(f"{key}:")[1].split()[0]) / 1024
 
 
@@ -188,12 +197,13 @@ def run() -> dict[str, dict[str, float]]:
 
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
     """Lines to print, with ratios to ours."""
-    own = figures["ours"]
+    ours = figures["ours"]
     lines = [f"{'step':<20}{'peak MiB':>10}{'tokens/CPU s':>14}{'memory':>9}{'speed':>8}"]
-    for name, found in figures.items():
-        memory_ratio, speed = found["memory"] / own["memory"], found["tokens"] / own["tokens"]
+    for name, values in figures.items():
+        memory_ratio = values["memory"] / ours["memory"]
+        speed = values["tokens"] / ours["tokens"]
         lines.append(
-            f"{name:<20}{found['memory']:>10.0f}{found['tokens']:>14.0f}"
+            f"{name:<20}{values['memory']:>10.0f}{values['tokens']:>14.0f}"
             f"{memory_ratio:>8.2f}x{speed:>7.2f}x"
         )
     return lines
@@ -203,4 +213,9 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         child(sys.argv[1])
     else:
-        print("\n".join(report(run())))
+        measured = run()
+        print("\n".join(report(measured)))
+        for name, found in measured.items():
+            key = name.replace(",", "").replace(" ", "_").lower()
+            record(f"memory.{key}.peak", found["memory"], "MiB")
+            record(f"memory.{key}.tokens", found["tokens"], "tokens per CPU second")

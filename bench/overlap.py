@@ -20,9 +20,12 @@ import time
 from pathlib import Path
 
 from bench.many import orchestrating, serving, train
+from bench.records import record
 
-STEPS, FIRST, BATCH = 14, 4, 64
-"""The steps before ``FIRST`` warm up."""
+STEPS = 14
+FIRST = 4
+"""The steps before it warm up."""
+BATCH = 64
 
 
 def measure(url: str, folder: Path, training: float, inflight: int, steps: int) -> float:
@@ -31,8 +34,9 @@ def measure(url: str, folder: Path, training: float, inflight: int, steps: int) 
     values = {"steps": steps, "batch": BATCH, "inflight": inflight, "workers": 0}
     with orchestrating(url, folder, **values) as (run_dir, process):
         for step in range(1, steps + 1):
-            train(run_dir, step, process, training)
+            train(run_dir, step, orchestrator=process, seconds=training)
             ends.append(time.monotonic())
+
     if steps > STEPS:
         return (ends[-1] - ends[STEPS]) / (steps - 1 - STEPS)
     return statistics.median(b - a for a, b in zip(ends[FIRST:], ends[FIRST + 1 :], strict=False))
@@ -48,10 +52,14 @@ def main() -> int:
     steps = 3 * STEPS if asked.tail[0] else STEPS
     with serving(asked.sampling, tuple(asked.tail)) as url, tempfile.TemporaryDirectory() as folder:
         for number, training in enumerate(asked.training):
-            step = measure(url, Path(folder) / str(number), training, asked.inflight, steps)
+            run_dir = Path(folder) / str(number)
+            step = measure(url, run_dir, training, inflight=asked.inflight, steps=steps)
             longer = max(asked.sampling, training)
-            found = {"sampling": asked.sampling, "training": training, "step": round(step, 3)}
-            print(json.dumps(found | {"over_the_longer": round(step / longer, 3)}), flush=True)
+            if asked.tail[0] == 0.0 and asked.sampling == 1.0:
+                record(f"overlap.{training}.step", step, "s")
+                record(f"overlap.{training}.over", step / max(1.0, training), "x")
+            figures = {"sampling": asked.sampling, "training": training, "step": round(step, 3)}
+            print(json.dumps(figures | {"over_the_longer": round(step / longer, 3)}), flush=True)
     return 0
 
 

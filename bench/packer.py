@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from bench.records import record
 from prime_rl.orchestrator.packer import plan_rows
 
 CAPACITY = 8192
@@ -25,6 +26,8 @@ def run() -> dict[str, dict[str, float]]:
         rows = plan_rows(lengths, CAPACITY)
         seconds = time.process_time() - start
         filled = sum(lengths) / (len(rows) * CAPACITY)
+        record(f"packer.{count}.cpu", seconds, "CPU s")
+        record(f"packer.{count}.filled", filled, "share")
         figures[f"{count:,}"] = {"cpu": seconds, "filled": filled}
     return figures
 
@@ -32,8 +35,8 @@ def run() -> dict[str, dict[str, float]]:
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
     """Lines to print."""
     return [
-        f"{count:>9} samples: {found['cpu']:.3f} CPU s, rows {found['filled']:.2%} full"
-        for count, found in figures.items()
+        f"{count:>9} samples: {values['cpu']:.3f} CPU s, rows {values['filled']:.2%} full"
+        for count, values in figures.items()
     ]
 
 

@@ -23,16 +23,20 @@ from typing import Any
 
 import numpy as np
 
+from bench.records import record
 from prime_rl import Rollout, Sample
 from prime_rl_app.config import build_config, read_toml
-from prime_rl_app.rollouts import write_rollouts
+from prime_rl_app.saved_rollouts import write_rollouts
 from prime_rl_tools.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "plugins/prime_rl_tools/tests/report")]
 from report_browser import Page, browser_path, chromium  # type: ignore[import-not-found] # noqa: E402
 
-GROUPS, SIBLINGS, TOKENS, VOCAB = 6, 16, 4096, 512
+GROUPS = 6
+SIBLINGS = 16
+TOKENS = 4096
+VOCAB = 512
 GOALS = {"load": 1.0, "switch": 0.2, "open": 1.0, "spans": None}
 PAINTED = "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
 
@@ -46,17 +50,19 @@ def make_run(folder: Path, groups: int, siblings: int, tokens: int) -> Path:
 
     config = build_config(read_toml(ROOT / "configs/reverse_text/grpo.toml"))
     (folder / "configs").mkdir(parents=True)
-    (folder / "configs" / "run.json").write_text(config.model_dump_json())
+    (folder / "configs" / "run.json").write_text(config.model_dump_json(), "utf-8")
     words = {f"word{n} ": n for n in range(VOCAB)}
     made = Tokenizer(WordLevel(words, unk_token="word0 "))
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / "weights")
     rng = np.random.default_rng(0)
     rollouts = [
-        rollout(rng, group, member, tokens) for group in range(groups) for member in range(siblings)
+        rollout(rng, group, member=member, tokens=tokens)
+        for group in range(groups)
+        for member in range(siblings)
     ]
     for step, first in enumerate(range(0, len(rollouts), 512), start=1):
         path = folder / "rollouts" / f"step_{step}.msgpack"
-        write_rollouts(path, step, rollouts[first : first + 512], {})
+        write_rollouts(path, step, rollouts=rollouts[first : first + 512], dropped={})
     return folder
 
 
@@ -100,14 +106,14 @@ def shows(group: int) -> str:
 def measure_groups(page: Page, file: Path) -> dict[str, list[tuple[float, float]]]:
     page.call("Page.navigate", url="about:blank")  # the same file again would be no new document
     page.open(file)
-    found = {"open": [timed(page, "toggle('side')", shows(0))]}
+    timings = {"open": [timed(page, "toggle('side')", shows(0))]}
     # Each group for the first time, so that its tokens are unpacked too; then all of them again.
     visits = [*range(1, GROUPS), *range(GROUPS)]
-    found["switch"] = [timed(page, f"select({g * SIBLINGS})", shows(g)) for g in visits]
-    found["spans"] = [timed(page, "allParts().forEach(fill)", "!allParts().some(p => p.range)")]
+    timings["switch"] = [timed(page, f"select({g * SIBLINGS})", shows(g)) for g in visits]
+    timings["spans"] = [timed(page, "allParts().forEach(fill)", "!allParts().some(p => p.range)")]
     drawn = page.eval("document.querySelectorAll('.one .tok').length")
     assert drawn == SIBLINGS * TOKENS, drawn
-    return found
+    return timings
 
 
 def measure_load(page: Page, file: Path) -> dict[str, list[tuple[float, float]]]:
@@ -125,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     if browser_path() is None:
         print("no Chromium here (Debian: apt-get install chromium): nothing measured")
         return 0
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in GOALS}
+    timings: dict[str, list[tuple[float, float]]] = {name: [] for name in GOALS}
     with tempfile.TemporaryDirectory() as scratch, chromium(Path(scratch) / "profile") as page:
         page.size(1440, 900)
         page.call("Performance.enable", timeDomain="threadTicks")
@@ -138,10 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
             write_report(make_run(Path(scratch) / name, *shape), file)
             for _ in range(runs):
                 for what, figures in measure(page, file).items():
-                    found[what] += figures
+                    timings[what] += figures
         assert page.errors == [], page.errors
     print(f"{'':8}{'wall s':>8}{'worst':>8}{'CPU s':>8}  goal (wall)")
-    for name, figures in found.items():
+    for name, figures in timings.items():
         walls, cpus = zip(*figures, strict=True)
         goal = GOALS[name]
         said = "" if goal is None else f"  {goal} s: {verdict(statistics.median(walls), goal)}"
@@ -149,6 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:8}{statistics.median(walls):8.3f}{max(walls):8.3f}"
             f"{statistics.median(cpus):8.3f}{said}"
         )
+        record(f"page.{name}.wall", statistics.median(walls), "s")
+        record(f"page.{name}.worst", max(walls), "s")
+        record(f"page.{name}.cpu", statistics.median(cpus), "CPU s")
     return 0
 
 

@@ -35,7 +35,9 @@ def rows(number: int) -> list[dict[str, object]]:
     def some(seed: int, count: int) -> list[dict[str, str]]:
         return [
             entry(place)
-            for place in itertools.islice(places(TASK, SETTINGS, None, seed, "train"), count)
+            for place in itertools.islice(
+                places(TASK, SETTINGS, level=None, seed=seed, split="train"), count
+            )
         ]
 
     said = [{"role": "system", "content": "Answer with one word."}]
@@ -86,12 +88,12 @@ def main() -> None:
     trainer.add_callback(Clock())
     trainer.train()
     pairs = list(itertools.pairwise(marks))
-    found = {
+    figures = {
         "wall": statistics.median(b[0] - a[0] for a, b in pairs),
         "cpu": statistics.median(b[1] - a[1] for a, b in pairs),
         "rewards": [each["reward"] for each in trainer.state.log_history if "reward" in each],
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 main()

@@ -21,6 +21,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from bench.records import record
+
 GIB = 2**30
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "max_position_embeddings": 131_072}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,7 +72,7 @@ def cpu_request(name: str) -> dict[str, Any]:
 
 def gpu_request(model: str, ranks: int, tokens: int, trainer: dict[str, Any]) -> dict[str, Any]:
     """One long sequence per row, recomputed."""
-    table = json.loads((files("prime_rl_plan") / "models" / f"{model}.json").read_text())
+    table = json.loads((files("prime_rl_plan") / "models" / f"{model}.json").read_text("utf-8"))
     return _request(
         table | {"max_position_embeddings": 131_072},
         gpu=True,
@@ -91,7 +93,9 @@ def _request(model: dict[str, Any], **others: Any) -> dict[str, Any]:
 def planned(request: dict[str, Any]) -> float:
     """GiB, by ``prime_rl_plan.measure``."""
     command = [sys.executable, "-m", "prime_rl_plan.measure"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # its tensors lie on the CPU
+    text = json.dumps(request)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=env)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     peaks = json.loads(done.stdout.splitlines()[-1])["peaks"]
@@ -124,7 +128,8 @@ def real(name: str) -> float:
     from prime_rl_plan.measure import SHORT, lengths_of, make_row, with_layers
 
     torch.set_num_threads(1)
-    request, hooks = cpu_request(name), load_plugins(TRAINER_GROUP)
+    request = cpu_request(name)
+    hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig(device="cpu", **request["trainer"])
     losses = Components.load(config, hooks)
     warm_up(config, losses, make_kernel(config, hooks))
@@ -133,9 +138,11 @@ def real(name: str) -> float:
     model = AutoModelForCausalLM.from_config(with_layers(table, table["num_hidden_layers"])).eval()
     trainer = Trainer(model, losses, config, 10, kernel=make_kernel(config, hooks))
     full = lengths_of(request["row_tokens"], request["seq_len"])
-    short, row = (make_row(each, table["vocab_size"], "rl", ()) for each in (SHORT, full))
+    short, row = (
+        make_row(each, table["vocab_size"], component="rl", streams=()) for each in (SHORT, full)
+    )
     trainer.train_step(1, [short])
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")  # reset the peak
     trainer.train_step(2, [short, row])
     return (memory("VmHWM") - before) / 1024
 
@@ -152,18 +159,22 @@ def warm_up(config: Any, losses: Any, kernel: Any) -> None:
     tiny = with_layers(QWEN3 | sizes | heads | {"tie_word_embeddings": True}, 2)
     model = AutoModelForCausalLM.from_config(tiny).eval()
     trainer = Trainer(model, losses, config, 10, kernel=kernel)
-    trainer.train_step(1, [make_row(SHORT, 512, "rl", ())])
+    trainer.train_step(1, [make_row(SHORT, 512, component="rl", streams=())])
 
 
 def main() -> None:
     """Print both tables."""
     print(f"{'CPU, GiB':<32}{'measured':>10}{'plan':>8}{'ratio':>8}")
     for name in SHAPES:
-        found, foreseen = measured(name), planned(cpu_request(name))
-        print(f"{name:<32}{found:>10.3f}{foreseen:>8.3f}{foreseen / found:>8.2f}", flush=True)
+        figures = measured(name)
+        foreseen = planned(cpu_request(name))
+        print(f"{name:<32}{figures:>10.3f}{foreseen:>8.3f}{foreseen / figures:>8.2f}", flush=True)
+        key = name.partition(",")[0].replace(" ", "_")
+        record(f"plan.{key}.measured", figures, "GiB")
+        record(f"plan.{key}.plan", foreseen, "GiB")
     print(f"\n{'GPU, GiB':<32}{'upstream':>10}{'plan':>8}{'ratio':>8}")
     for name, (model, ranks, tokens, trainer, upstream) in PUBLISHED.items():
-        foreseen = planned(gpu_request(model, ranks, tokens, trainer))
+        foreseen = planned(gpu_request(model, ranks, tokens=tokens, trainer=trainer))
         print(f"{name:<32}{upstream:>10.2f}{foreseen:>8.2f}{foreseen / upstream:>8.2f}", flush=True)
 
 

@@ -40,7 +40,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bench.gpu_trainer import SHAPES as QWEN3
+from bench.gpu.trainer import SHAPES as QWEN3
+from bench.records import record
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
 from prime_rl.rundir.launch import STORE
@@ -75,7 +76,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 MESHES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2 x 2": (4, 2)}
 """Name -> (ranks, replicas of the model)."""
-REPEATS, STEPS, TOKENS = 3, 5, 64
+REPEATS = 3
+STEPS = 5
+TOKENS = 64
 LINKS = (1, 10, 100)
 """Gbit/s between trainer and engine."""
 Write = Callable[[Path], None]
@@ -117,14 +120,16 @@ def cpu_seconds() -> float:
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
     """Wall-clock and CPU seconds."""
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    wall = time.perf_counter()
+    cpu = cpu_seconds()
     action()
     return time.perf_counter() - wall, cpu_seconds() - cpu
 
 
 def measure(write: Write, path: Path) -> dict[str, float]:
     """Medians over the repeats: wall-clock of the slowest rank, and the sum of the ranks' CPU."""
-    walls, cpus = [], []
+    walls = []
+    cpus = []
     for _ in range(REPEATS):
         parallel.gather(None)
         both = parallel.gather(timed(partial(write, path)))
@@ -133,24 +138,27 @@ def measure(write: Write, path: Path) -> dict[str, float]:
         size = path.stat().st_size
         parallel.gather(None)
         parallel.on_main(path.unlink)
-    wall, cpu = statistics.median(walls), statistics.median(cpus)
+    wall = statistics.median(walls)
+    cpu = statistics.median(cpus)
     return {"MB": size / 1e6, "wall": wall, "cpu": cpu}
 
 
 def measure_rank(model: PreTrainedModel, folder: Path, replicas: int) -> dict[str, Any]:
     """Measure all ways to publish, as one of the ranks."""
     if parallel.several_ranks():
-        parallel.shard(model, {"Qwen3DecoderLayer"}, torch.device("cpu"), replicas)
+        parallel.shard(model, {"Qwen3DecoderLayer"}, device=torch.device("cpu"), replicas=replicas)
     path = folder / "model.safetensors"
-    found = {name: measure(write, path) for name, write in writers(model).items()}
+    seconds = {name: measure(write, path) for name, write in writers(model).items()}
     kinds: tuple[Precision, ...] = ("float32", "bfloat16")
-    return found | {f"thread, {each}": measure_thread(model, folder, each) for each in kinds}
+    return seconds | {f"thread, {each}": measure_thread(model, folder, each) for each in kinds}
 
 
 def measure_thread(model: PreTrainedModel, folder: Path, dtype: Precision) -> dict[str, float]:
     """As ``measure``, of what the trainer waits for. The first version makes the buffers."""
     publisher = Publisher(folder / "broadcasts", 1, dtype)
-    writer, walls, cpus = FileWriter(model, publisher, lambda version: None), [], []
+    writer = FileWriter(model, publisher, lambda version: None)
+    walls = []
+    cpus = []
     for version in range(1, REPEATS + 2):
         parallel.gather(None)
         before = cpu_seconds()
@@ -163,7 +171,8 @@ def measure_thread(model: PreTrainedModel, folder: Path, dtype: Precision) -> di
     size = publisher.size(version)
     parallel.gather(None)
     parallel.on_main(partial(shutil.rmtree, publisher.directory))
-    wall, cpu = statistics.median(walls[1:]), statistics.median(cpus[1:])
+    wall = statistics.median(walls[1:])
+    cpu = statistics.median(cpus[1:])
     return {"MB": size * 2**20 / 1e6, "wall": wall, "cpu": cpu}
 
 
@@ -189,8 +198,10 @@ def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int
 
     def rank() -> None:
         with parallel.joined(Rank.of_process(), torch.device("cpu")):
-            found = measure_rank(model, folder, replicas)
-            parallel.on_main(lambda: (folder / "found.json").write_text(json.dumps(found)))
+            figures = measure_rank(model, folder, replicas)
+            parallel.on_main(
+                lambda: (folder / "found.json").write_text(json.dumps(figures), "utf-8")
+            )
 
     store = {"WORLD_SIZE": str(num_ranks), STORE: str(folder / "store")}
     envs = ({"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks))
@@ -199,8 +210,8 @@ def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int
     if any(codes):
         raise RuntimeError(f"a rank of {num_ranks} failed; see above")
     (folder / "store").unlink(missing_ok=True)
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads((folder / "found.json").read_text("utf-8"))
+    return figures
 
 
 def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -210,7 +221,7 @@ def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def train(model: PreTrainedModel) -> Iterator[None]:
     """AdamW steps with default settings, on random tokens."""
-    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, 1e-6, 0.01)
+    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, lr=1e-6, weight_decay=0.01)
     vocab = model.config.vocab_size
     for _ in range(STEPS):
         ids = torch.randint(1, vocab, (1, TOKENS))
@@ -255,13 +266,17 @@ def apply_whole(served: Mapping[str, Tensor], path: Path) -> None:
 def measure_delta(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     """The changed share of each step; size and CPU seconds of the last delta and of the whole
     version. Raises ``RuntimeError`` if old weights plus delta differ from the new weights."""
-    shares, old, new = [], rounded(model), rounded(model)
+    shares = []
+    old = rounded(model)
+    new = rounded(model)
     for _ in train(model):
-        old, new = new, rounded(model)
+        old = new
+        new = rounded(model)
         changed = sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
         shares.append(changed / sum(tensor.numel() for tensor in new.values()))
     served = {name: tensor.clone() for name, tensor in old.items()}
-    delta, whole = folder / "delta.safetensors", folder / "whole.safetensors"
+    delta = folder / "delta.safetensors"
+    whole = folder / "whole.safetensors"
     write_whole = writers(model)["together, bfloat16"]
     ways = {
         "delta": measure_way(partial(write_delta, old, new), partial(apply_delta, served), delta),
@@ -307,12 +322,16 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     model = make_model("Qwen3-0.6B" if options.large else "115M")
+    shape = "large" if options.large else "small"
     try:
         print(f"{'ranks':<8}{'way':<22}{'MB':>7}{'wall s':>9}{'CPU s':>9}")
         for ranks, mesh in MESHES.items():
             for way, cost in on_ranks(model, folder, *mesh).items():
                 figures = f"{cost['MB']:>7.0f}{cost['wall']:>9.2f}{cost['cpu']:>9.2f}"
                 print(f"{ranks:<8}{way:<22}{figures}", flush=True)
+                key = f"publish.{shape}.{ranks}.{way}".replace(", ", "_").replace(" ", "")
+                record(f"{key}.wall", cost["wall"], "s")
+                record(f"{key}.cpu", cost["cpu"], "CPU s")
         print("\n".join(report_delta(measure_delta(model, folder))))
     finally:
         shutil.rmtree(folder)

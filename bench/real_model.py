@@ -49,7 +49,9 @@ from prime_rl_devkit.engines import started
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 FAMILY = Path(__file__).parents[1] / "configs" / "smollm2" / "family.toml"
 VOCABULARY = 49_000
-STEPS, OUR_STEPS, PEER_STEPS = 3, 7, 2
+STEPS = 3
+OUR_STEPS = 7
+PEER_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ class Requests:
 
     @property
     def label(self) -> str:
-        return f"{self.prompts * self.siblings} x ({self.prompt:,} + {self.new})" + (
-            f", {self.siblings} of each prompt" if self.siblings > 1 else ""
-        )
+        number = self.prompts * self.siblings
+        label = f"{number} x ({self.prompt:,} + {self.new})"
+        if self.siblings > 1:
+            label += f", {self.siblings} of each prompt"
+        return label
 
     def drawn(self, seed: int) -> list[list[int]]:
         """Random prompts."""
@@ -78,7 +82,7 @@ class Requests:
         return [prompt for prompt in distinct for _ in range(self.siblings)]
 
 
-SHAPES = (Requests(64, 1, 64, 64), Requests(1, 8, 1024, 256))
+SHAPES = (Requests(64, 1, prompt=64, new=64), Requests(1, 8, prompt=1024, new=256))
 LONGEST = max(shape.prompt + shape.new for shape in SHAPES) + 8
 
 
@@ -89,7 +93,7 @@ def model_folder() -> Path:
     from prime_rl_smollm2 import SmolLM2
 
     maker = SmolLM2(PluginConfig())
-    path = cached_path(maker, version("prime-rl-smollm2"), 0, cache_dir())
+    path = cached_path(maker, version("prime-rl-smollm2"), seed=0, cache=cache_dir())
     if not (path / READY).exists():
         make(lambda folder: maker.make(folder, 0, lambda state, share: None), path)
     return path
@@ -109,10 +113,13 @@ def step() -> dict[str, float]:
             marks = sample_steps(Path(folder) / "bench", process)
     if process.returncode or len(marks) < OUR_STEPS - 1:
         raise SystemExit(f"the run ended with {process.returncode} after {len(marks)} steps")
-    first, last = marks[1], marks[-1]
+
+    # Without the first step, in which everything is warmed up.
+    began, cpu_before = marks[1]
+    ended, cpu_after = marks[-1]
     steps = len(marks) - 2
-    cpu = {name: (last[1][name] - first[1][name]) / steps for name in PROCESSES}
-    return {"wall": (last[0] - first[0]) / steps, "cpu": sum(cpu.values()), **cpu}
+    cpu = {name: (cpu_after[name] - cpu_before[name]) / steps for name in PROCESSES}
+    return {"wall": (ended - began) / steps, "cpu": sum(cpu.values()), **cpu}
 
 
 def trl(threads: int) -> dict[str, float]:
@@ -123,8 +130,8 @@ def trl(threads: int) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr.strip().splitlines()[-1])
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 # -- trainer ----------------------------------------------------------------------------------
@@ -134,7 +141,8 @@ def matrix_rate(product: Callable[[Any, Any], Any]) -> float:
     """Operations per CPU second of float32 products, the best of eight."""
     import torch
 
-    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    left = torch.randn(2048, 2048)
+    right = torch.randn(2048, 2048)
     best = 0.0
     for _ in range(8):
         before = time.process_time()
@@ -159,7 +167,8 @@ def train(kind: str) -> dict[str, float]:
     from prime_rl_observers.device_usage import model_cost
 
     torch.set_num_threads(1)
-    config = TrainerConfig(device="cpu", **({"lora": {"rank": 16}} if kind == "lora" else {}))
+    tuning = {"lora": {"rank": 16}} if kind == "lora" else {}
+    config = TrainerConfig(device="cpu", **tuning)
     trainer = Trainer(
         load_model(model_folder(), config),
         installed_losses().with_rl(PolicyGradient(PluginConfig())),
@@ -172,27 +181,35 @@ def train(kind: str) -> dict[str, float]:
     assert cost is not None
     with torch.no_grad():
         operations = sum(cost.of(trainer.forward(row)[0]) for row in rows)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+
     trainer.train_step(1, rows)
-    found: dict[str, list[float]] = {"rate": [], "torch": [], "onednn": [], "tokens": []}
+    measured: dict[str, list[float]] = {"rate": [], "torch": [], "onednn": [], "tokens": []}
     for step in range(2, STEPS + 2):
-        found["torch"].append(matrix_rate(torch.matmul) / 1e9)
-        found["onednn"].append(matrix_rate(linear) / 1e9)
+        measured["torch"].append(matrix_rate(torch.matmul) / 1e9)
+        measured["onednn"].append(matrix_rate(linear) / 1e9)
         before = time.process_time()
         trainer.train_step(step, rows)
         seconds = time.process_time() - before
-        found["rate"].append(operations / seconds / 1e9)
-        found["tokens"].append(sum(len(row.token_ids) for row in rows) / seconds)
-    return {name: statistics.median(each) for name, each in found.items()} | {
-        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+        measured["rate"].append(operations / seconds / 1e9)
+        measured["tokens"].append(num_tokens / seconds)
+
+    medians = {name: statistics.median(values) for name, values in measured.items()}
+    return {**medians, "gib": own_peak_gib()}
+
+
+def own_peak_gib() -> float:
+    """Of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def micro_batch(seed: int) -> Any:
     """Two groups of 8 rollouts of 64 + 64 tokens."""
     from prime_rl.wire import MicroBatch
 
-    rng, new = np.random.default_rng(seed), 64
-    prompts = Requests(2, 8, 64, new).drawn(seed)
+    rng = np.random.default_rng(seed)
+    new = 64
+    prompts = Requests(2, 8, prompt=64, new=new).drawn(seed)
     documents = [[*prompt, *rng.integers(100, VOCABULARY, new)] for prompt in prompts]
     mask = np.tile(np.arange(64 + new) >= 64, len(documents))
     return MicroBatch(
@@ -225,7 +242,7 @@ def peak_gib(pid: int) -> float:
     """The sum of the peaks of the process and its children."""
     total = 0
     for each in family(pid):
-        status = Path(f"/proc/{each.pid}/status").read_text()
+        status = Path(f"/proc/{each.pid}/status").read_text("utf-8")
         total += int(status.split("VmHWM:")[1].split()[0])
     return total / 2**20
 
@@ -253,7 +270,7 @@ async def ask(url: str, key: str, shape: Requests, seed: int) -> int:
 
 def served(engine: Engine, python: Path | None = None) -> dict[str, float]:
     """New tokens per CPU second of each shape, and the peak of memory."""
-    found = {}
+    rates = {}
     with tempfile.TemporaryDirectory() as folder:
         server = started(
             engine,
@@ -268,14 +285,15 @@ def served(engine: Engine, python: Path | None = None) -> dict[str, float]:
             assert subject.process is not None
             pid = subject.process.pid
             asyncio.run(
-                ask(subject.url, subject.api_key, Requests(2, 1, 16, 4), seed=-1)
+                ask(subject.url, subject.api_key, Requests(2, 1, prompt=16, new=4), seed=-1)
             )  # warm-up
             for seed, shape in enumerate(SHAPES):
                 before = cpu_seconds(pid)
-                tokens = asyncio.run(ask(subject.url, subject.api_key, shape, seed))
-                found[shape.label] = tokens / (cpu_seconds(pid) - before)
-            found["gib"] = peak_gib(pid)
-    return found
+                tokens = asyncio.run(ask(subject.url, subject.api_key, shape=shape, seed=seed))
+                rates[shape.label] = tokens / (cpu_seconds(pid) - before)
+
+            rates["gib"] = peak_gib(pid)
+    return rates
 
 
 def embedded() -> dict[str, float]:
@@ -305,7 +323,7 @@ def transformers() -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    found = {}
+    rates = {}
     # By default its cache takes all free memory.
     limits = ContinuousBatchingConfig(page_size=64, num_blocks=256, max_batch_tokens=1024)
     for seed, shape in enumerate(SHAPES):
@@ -320,9 +338,10 @@ def transformers() -> dict[str, float]:
         tokens = sum(len(reply.generated_tokens) for reply in replies.values())
         if tokens != len(asked) * shape.new:
             raise RuntimeError(f"{tokens} tokens of {len(asked) * shape.new}")
-        found[shape.label] = tokens / (time.process_time() - before)
-    found["gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return found
+        rates[shape.label] = tokens / (time.process_time() - before)
+
+    rates["gib"] = own_peak_gib()
+    return rates
 
 
 MEASURED: dict[str, Callable[[], dict[str, float]]] = {
@@ -345,8 +364,8 @@ def measured(name: str) -> dict[str, float] | str:
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode:
         return lines[-1]
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
+    values: dict[str, float] = json.loads(lines[-1])
+    return values
 
 
 def main(names: list[str]) -> None:
@@ -357,29 +376,42 @@ def main(names: list[str]) -> None:
         name = names[0].removeprefix("only:")
         print(json.dumps(MEASURED[name]()))
         return
-    for name in ("step", "trl1", "trl2") if not names or "step" in names else ():
-        found = measured(name)
-        print(f"{name}: {found}", flush=True)
-    for kind in ("full", "lora") if not names or "trainer" in names else ():
-        found = measured(kind)
-        if isinstance(found, str):
-            sys.exit(f"{kind}: {found}")
-        print(
-            f"trainer, {kind}: {found['rate']:.0f} GFLOP per CPU second; products by torch "
-            f"{found['torch']:.0f}, by oneDNN {found['onednn']:.0f}; {found['tokens']:.0f} tokens "
-            f"per CPU second, peak {found['gib']:.1f} GiB",
-            flush=True,
-        )
-    for name in ENGINES if not names or "engines" in names else ():
-        if name == "vllm" and not VLLM.exists():
-            print("vllm: not measured: `make setup-vllm` prepares .venv-vllm")
-            continue
-        found = measured(name)
-        if isinstance(found, str):
-            print(f"{name}: failed: {found}", flush=True)
-            continue
-        rates = "; ".join(f"{shape.label}: {found[shape.label]:.1f}" for shape in SHAPES)
-        print(f"{name}: new tokens per CPU second {rates}; {found['gib']:.1f} GiB", flush=True)
+    if not names or "step" in names:
+        for name in ("step", "trl1", "trl2"):
+            print(f"{name}: {measured(name)}", flush=True)
+    if not names or "trainer" in names:
+        for kind in ("full", "lora"):
+            show_trainer(kind)
+    if not names or "engines" in names:
+        for name in ENGINES:
+            show_engine(name)
+
+
+def show_trainer(kind: str) -> None:
+    """Print the rates of a step."""
+    values = measured(kind)
+    if isinstance(values, str):
+        sys.exit(f"{kind}: {values}")
+    print(
+        f"trainer, {kind}: {values['rate']:.0f} GFLOP per CPU second; products by torch "
+        f"{values['torch']:.0f}, by oneDNN {values['onednn']:.0f}; {values['tokens']:.0f} tokens "
+        f"per CPU second, peak {values['gib']:.1f} GiB",
+        flush=True,
+    )
+
+
+def show_engine(name: str) -> None:
+    """Print the new tokens per CPU second of each shape."""
+    if name == "vllm" and not VLLM.exists():
+        print("vllm: not measured: `make setup-vllm` prepares .venv-vllm")
+        return
+
+    values = measured(name)
+    if isinstance(values, str):
+        print(f"{name}: failed: {values}", flush=True)
+        return
+    rates = "; ".join(f"{shape.label}: {values[shape.label]:.1f}" for shape in SHAPES)
+    print(f"{name}: new tokens per CPU second {rates}; {values['gib']:.1f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import Any
 
 from renderers import Qwen3RendererConfig
 
+from bench.records import record
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
@@ -60,7 +61,7 @@ def serve(ready: Connection, batches: bool) -> None:
         return web.Response(body=body, content_type="application/json")
 
     async def generate_batch(request: web.Request) -> web.Response:
-        asked = msgspec.msgpack.decode(await request.read(), type=batch.Batch).requests
+        asked = msgspec.msgpack.decode(await request.read(), type=batch.RequestBatch).requests
         answer = batch.Answer(
             index=0,
             token_ids=batch.ids_to_bytes(list(REPLY_TOKENS)),
@@ -94,7 +95,7 @@ def install_http_harness() -> None:
     import httpx
     import verifiers.v1 as vf
 
-    client = httpx.AsyncClient(timeout=None)
+    client = httpx.AsyncClient(timeout=None, trust_env=False)
 
     class HttpHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         EXECUTES_CODE = False
@@ -136,7 +137,9 @@ async def run_batch(
             return await env.run(example, model=endpoint, sampling=sampling, cache_salt="0", seed=i)
 
     done = [
-        each for found in await asyncio.gather(*map(episode, range(rollouts))) for each in found
+        each
+        for episodes in await asyncio.gather(*map(episode, range(rollouts)))
+        for each in episodes
     ]
     assert all(result.ok for result in done), next(r.error for r in done if not r.ok)
     return done
@@ -149,15 +152,15 @@ async def measure(
     rollouts = max(512, inflight)
     figures = []
     async with Environment(settings) as env:
-        await run_batch(env, endpoint, 64, inflight)
+        await run_batch(env, endpoint, rollouts=64, inflight=inflight)
         for _ in range(repeats):
             before = time.process_time()
-            await run_batch(env, endpoint, rollouts, inflight)
+            await run_batch(env, endpoint, rollouts=rollouts, inflight=inflight)
             figures.append((time.process_time() - before) / rollouts * 1e3)
         if profile:
             profiler = cProfile.Profile()
             profiler.enable()
-            await run_batch(env, endpoint, rollouts, inflight)
+            await run_batch(env, endpoint, rollouts=rollouts, inflight=inflight)
             profiler.disable()
             pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
     return figures
@@ -187,7 +190,7 @@ def main() -> None:
     install_http_harness()
     with tempfile.TemporaryDirectory() as folder, engine(True) as new, engine(False) as old:
         build_tokenizer().save_pretrained(folder)
-        asyncio.run(report(Path(folder), new, old, arguments))
+        asyncio.run(report(Path(folder), new, old=old, arguments=arguments))
 
 
 async def report(
@@ -205,7 +208,12 @@ async def report(
         )
         repeats = arguments.repeats if inflight < 5000 else 2
         profile = arguments.profile and endpoint is new
-        figures = await measure(settings, endpoint, inflight, repeats, profile)
+        figures = await measure(
+            settings, endpoint, inflight=inflight, repeats=repeats, profile=profile
+        )
+        key = f"rollout.{name.replace(' ', '_')}.{inflight}"
+        for what, of in (("median", statistics.median), ("min", min), ("max", max)):
+            record(f"{key}.{what}", of(figures), "CPU ms")
         spread = f"{min(figures):.2f}-{max(figures):.2f}"
         print(
             f"{name:16} {inflight:6,} in flight {statistics.median(figures):6.2f} ms CPU per "

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.records import record
+
 HERE = Path(__file__).parent
 PROCESSES = ("orchestrator", "inference", "trainer")
 SKIP = 4
@@ -83,10 +85,10 @@ extra_body = {{ ignore_eos = true }}
 
 
 SHAPES = {
-    "short": Shape("the first run's", 128, 8, 12, 7),
-    "even": Shape("64 x (64 + 64)", 64, 8, 64, 64),
-    "long": Shape("2 x (64 + 2,048)", 2, 2, 64, 2048),
-    "turns": Shape("64 x 4 turns of 12", 64, 8, 20, 12, turns=4),
+    "short": Shape("the first run's", 128, group=8, prompt=12, new=7),
+    "even": Shape("64 x (64 + 64)", 64, group=8, prompt=64, new=64),
+    "long": Shape("2 x (64 + 2,048)", 2, group=2, prompt=64, new=2048),
+    "turns": Shape("64 x 4 turns of 12", 64, group=8, prompt=20, new=12, turns=4),
 }
 
 
@@ -95,7 +97,7 @@ def run(shape: Shape, variants: Sequence[str]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         subprocess.run([sys.executable, "-c", MODEL, str(model)], check=True, capture_output=True)
-        figures = {name: ours(model, Path(folder), name, shape) for name in variants}
+        figures = {name: ours(model, Path(folder), variant=name, shape=shape) for name in variants}
         for threads in (1, 2) if shape.turns == 1 else ():
             if peer := trl(model, threads, shape):
                 figures[f"trl, {threads} thread{'s' * (threads > 1)}"] = peer
@@ -108,7 +110,7 @@ def ours(model: Path, folder: Path, variant: str, shape: Shape) -> dict[str, flo
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if variant == "direct":
         env["PRIME_RL_BENCH_DIRECT"] = "1"
-    (folder / "shape.toml").write_text(shape.table())
+    (folder / "shape.toml").write_text(shape.table(), "utf-8")
     command = [sys.executable, "-m", "bench.direct", "run", str(HERE / "step.toml")]
     command += [str(folder / "shape.toml"), "--model.name", str(model)]
     command += ["--output_dir", str(folder), "--run.name", variant]
@@ -136,7 +138,8 @@ def sample_steps(
 ) -> list[tuple[float, dict[str, float]]]:
     """``(time, CPU seconds by process)`` at the end of each of the trainer's steps."""
     marks: list[tuple[float, dict[str, float]]] = []
-    log, seen = run_dir / "trainer.jsonl", 0
+    log = run_dir / "trainer.jsonl"
+    seen = 0
     while process.poll() is None:
         lines = log.read_bytes().count(b"\n") if log.exists() else 0
         if lines > seen:
@@ -151,8 +154,8 @@ def sample_steps(
 
 def cpu_seconds(run_dir: Path, name: str) -> float:
     """User and system time of one process of a run, all threads (Linux)."""
-    pid = json.loads((run_dir / "status" / f"{name}.json").read_text())["pid"]
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    pid = json.loads((run_dir / "status" / f"{name}.json").read_text("utf-8"))["pid"]
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -171,14 +174,14 @@ def trl(model: Path, threads: int, shape: Shape) -> dict[str, float] | None:
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
     """Lines to print: seconds per step, and ratios to TRL."""
     lines = [f"{'variant':<16}{'wall s':>8}{'CPU s':>8}   orchestrator / engine / trainer CPU s"]
-    for variant, found in figures.items():
-        parts = " / ".join(f"{found[name]:.3f}" for name in PROCESSES if name in found)
-        lines.append(f"{variant:<16}{found['wall']:>8.3f}{found['cpu']:>8.3f}   {parts}")
-    peers = {name: found for name, found in figures.items() if name.startswith("trl")}
+    for variant, values in figures.items():
+        parts = " / ".join(f"{values[name]:.3f}" for name in PROCESSES if name in values)
+        lines.append(f"{variant:<16}{values['wall']:>8.3f}{values['cpu']:>8.3f}   {parts}")
+    peers = {name: values for name, values in figures.items() if name.startswith("trl")}
     for variant in (name for name in figures if not name.startswith("trl")):
-        for peer, found in peers.items():
-            wall = found["wall"] / figures[variant]["wall"]
-            cpu = figures[variant]["cpu"] / found["cpu"]
+        for peer, values in peers.items():
+            wall = values["wall"] / figures[variant]["wall"]
+            cpu = figures[variant]["cpu"] / values["cpu"]
             lines.append(
                 f"{variant}: {wall:.2f}x the speed of {peer}, at {cpu:.2f}x its CPU seconds"
             )
@@ -191,7 +194,12 @@ def main(names: Sequence[str]) -> None:
         shape = SHAPES[name]
         variants = ("full", "direct") if name == "even" else ("full",)
         print(f"\n{name}: {shape.label}")
-        print("\n".join(report(run(shape, variants))), flush=True)
+        figures = run(shape, variants)
+        print("\n".join(report(figures)), flush=True)
+        for variant, values in figures.items():
+            key = variant.replace(", 1 thread", "1").replace(", 2 threads", "2")
+            for what, seconds in values.items():
+                record(f"step.{name}.{key}.{what}", seconds, "s")
 
 
 if __name__ == "__main__":

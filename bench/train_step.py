@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from bench.records import record
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
@@ -116,7 +117,9 @@ def padded_step(documents: Documents) -> Callable[[], object]:
     """The plain step, in batches of at most ``ROW`` tokens including padding."""
     model = make_model("sdpa")
     optim = TrainerConfig().optim
-    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
+    optimizer = build_optimizer(
+        AdamWMaker(AdamWConfig()), model, lr=optim.lr, weight_decay=optim.weight_decay
+    )
     longest = max(map(len, documents))
     size = max(1, ROW // longest)
     total = sum(len(document) - len(document) // 2 for document in documents)
@@ -135,7 +138,8 @@ def padded_loss(model: PreTrainedModel, documents: Documents, total: int) -> tor
     """The loss of a padded batch, with every position through the head."""
     longest = max(map(len, documents))
     ids = torch.zeros(len(documents), longest, dtype=torch.long)
-    real, sampled = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32)
+    real = torch.zeros_like(ids)
+    sampled = torch.zeros_like(ids, dtype=torch.float32)
     for index, document in enumerate(documents):
         ids[index, : len(document)] = torch.tensor(document)
         real[index, : len(document)] = 1
@@ -174,6 +178,9 @@ def run() -> dict[str, dict[str, float]]:
             "padded": padded_step(documents),
         }
         row = {kind: cpu_microseconds(step, num_tokens) for kind, step in steps.items()}
+        for kind, figure in row.items():
+            first_word = name.partition(",")[0].split()[0]
+            record(f"train_step.{first_word}.{kind}", figure, "CPU us per token")
         row["padded_over_varlen"] = row["padded"] / row["varlen"]
         results[name] = row
         print(

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from bench.publish import cpu_seconds, make_model, timed
+from bench.records import record
 from prime_rl.trainer.published import Publisher, published_dtypes, published_tensors
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup
@@ -52,10 +53,12 @@ def group_of(folder: Path, version: int) -> BroadcastGroup:
 def serve(shape: str, pipe: Connection) -> None:
     """The engine: loads versions until it receives None, and sends the CPU seconds of each."""
     torch.set_num_threads(1)
-    module, member = make_model(shape), Member()
+    module = make_model(shape)
+    member = Member()
     pipe.send(0.0)
     while (update := pipe.recv()) is not None:
-        before, (way, folder, version) = cpu_seconds(), update
+        before = cpu_seconds()
+        way, folder, version = update
         with torch.inference_mode():
             if way == "file":
                 weights = read_weights(Publisher(folder, 2).path(version), module)
@@ -69,7 +72,9 @@ class Trainer:
     """The trainer's process."""
 
     def __init__(self, shape: str, pipe: Connection) -> None:
-        self.model, self.pipe, self.member = make_model(shape), pipe, Member()
+        self.model = make_model(shape)
+        self.pipe = pipe
+        self.member = Member()
 
     def update(self, way: str, dtype: str, folder: Path, version: int) -> float:
         """Send one version. Returns the engine's CPU seconds."""
@@ -91,13 +96,13 @@ class Trainer:
 
     def measure(self, way: str, dtype: str, folder: Path) -> tuple[float, float]:
         """Medians of wall-clock and CPU seconds of both processes."""
-        found = []
+        figures = []
         for version in range(1, VERSIONS + 1):
             theirs: list[float] = []
             act = partial(self.update, way, dtype, folder, version)
             wall, cpu = timed(lambda act=act, theirs=theirs: theirs.append(act()))  # type: ignore[misc]
-            found.append((wall, cpu + theirs[0]))
-        walls, cpus = zip(*found[1:], strict=True)
+            figures.append((wall, cpu + theirs[0]))
+        walls, cpus = zip(*figures[1:], strict=True)
         return statistics.median(walls), statistics.median(cpus)
 
 
@@ -122,6 +127,9 @@ def main(arguments: list[str]) -> None:
                 place.mkdir()
                 wall, cpu = trainer.measure(way, dtype, place)
                 print(f"{way:<10}{dtype:<12}{wall:>9.2f}{cpu:>9.2f}", flush=True)
+                key = "large" if options.large else "small"
+                record(f"update.{key}.{way}_{dtype}.wall", wall, "s")
+                record(f"update.{key}.{way}_{dtype}.cpu", cpu, "CPU s")
                 shutil.rmtree(place)
     finally:
         ours.send(None)

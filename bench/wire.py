@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bench.records import record
 from prime_rl.wire import MicroBatch, decode_batch, encode_batch
 
 NUM_TOKENS = 262_144
@@ -55,6 +56,9 @@ def run() -> dict[str, float]:
         "encode_cpu_seconds": cpu_seconds(lambda: encode_batch(1, rows)),
         "decode_cpu_seconds": cpu_seconds(lambda: decode_batch(frame)),
     }
+    record("wire.bytes", results["bytes_per_token"], "bytes per token")
+    record("wire.encode", 1000 * results["encode_cpu_seconds"], "CPU ms")
+    record("wire.decode", 1000 * results["decode_cpu_seconds"], "CPU ms")
     print(f"wire, {NUM_TOKENS:,} tokens of plain GRPO, median of {REPEATS}")
     print(f"  bytes per token      {results['bytes_per_token']:10.2f}")
     print(f"  encode, CPU ms       {1000 * results['encode_cpu_seconds']:10.2f}")

@@ -133,6 +133,19 @@ FAMILIES = (
         "DeepseekV3ForCausalLM",
         DEEPSEEK | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
     ),
+    Family(
+        "GLM-4.5",
+        "Glm4MoeForCausalLM",
+        EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+    ),
     Family("OLMo 2", "Olmo2ForCausalLM"),
     Family("OLMo 3", "Olmo3ForCausalLM", WINDOW),
     Family(

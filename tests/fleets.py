@@ -23,6 +23,7 @@ class Engine:
     def __init__(self, version=0, model="m"):
         self.version, self.calls, self.refuse, self.model = version, [], {}, model
         self.away = self.mute = self.pauses_itself = False
+        self.paused_seconds = None
         self.looks = self.muted = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -49,6 +50,9 @@ class Engine:
             await self.hold.wait()
             body = await request.json()
             self.version, self.loaded = body["version"], body["weight_dir"]
+            if self.paused_seconds is not None:
+                answer = {"status": "ok", "paused_seconds": self.paused_seconds}
+                return web.json_response(answer)
         return web.json_response({"status": "ok"})
 
     def restart(self, version=0):

@@ -9,7 +9,7 @@ import torch
 
 from prime_rl import Algorithm, Rollout, Sample
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import Components
@@ -72,7 +72,7 @@ def loss_and_slopes(
     name = algorithm if isinstance(algorithm, str) else algorithm.action_loss
     for rollout in rollouts:
         stamp(rollout, name, losses)
-    (frame,) = batch_frames(packing_of(1, rollouts, losses, capacity), capacity)
+    (frame,) = batch_frames(batch_to_pack(1, rollouts, losses, capacity), capacity)
     rows = decode_batch(frame)[1]
     leaf = torch.tensor([0.0, *trainer_logprobs], dtype=torch.float64, requires_grad=True)
     table = {n: torch.tensor([0.0, *v], dtype=torch.float64) for n, v in columns.items()}

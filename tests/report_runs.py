@@ -17,7 +17,7 @@ from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollou
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import Hooks, scope
 from prime_rl_app.config import build_config
-from prime_rl_app.rollouts import RolloutStore
+from prime_rl_app.saved_rollouts import RolloutStore
 
 GROUP = 4
 
@@ -249,4 +249,6 @@ async def _run(
             stamp(rollout, algorithm.action_loss)
         batch = assembler.take()
         frames = Packer(config, 1, Hooks(), installed_losses()).pack(batch)
-        store.write(batch.step, batch.seen, batch.dropped, frames)
+        store.write(
+            batch.step, batch.seen, batch.dropped, frames=frames, objections=batch.objections
+        )

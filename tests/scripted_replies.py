@@ -70,7 +70,7 @@ class ScriptedEngine:
         reply would be ``...`` gets none."""
         response = web.StreamResponse()
         await response.prepare(request)
-        asked = msgspec.msgpack.decode(await request.read(), type=batch.Batch).requests
+        asked = msgspec.msgpack.decode(await request.read(), type=batch.RequestBatch).requests
         self.batches.append([each.request_id for each in asked])
         for index, each in reversed([*enumerate(asked)]):
             prompt = batch.bytes_to_ids(each.token_ids)

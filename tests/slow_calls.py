@@ -25,12 +25,13 @@ STAGES = {
     "prime_rl_embedded.weights": ["read_weights"],
     "prime_rl_embedded.scheduler": ["Scheduler.step"],  # a generation
     "prime_rl_environments.words": ["position_score"],  # of training and of evaluation
-    "reverse_text": ["ReverseTextTaskset.load"],
+    "text_reversal": ["TextReversalTaskset.load"],
 }
 """Functions by module."""
 
 slept: set[tuple[int, str]] = set()
-patched: set[str] = set()
+searched: set[str] = set()
+"""Modules that are being looked up."""
 
 
 def slow(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -50,10 +51,13 @@ class Finder(importlib.abc.MetaPathFinder):
     """Patches a module when it is imported."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
-        if name not in STAGES or name in patched:
+        if name not in STAGES or name in searched:
             return None
-        patched.add(name)
-        spec = importlib.util.find_spec(name)
+        searched.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            searched.discard(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 

@@ -68,7 +68,9 @@ def _imported(node: ast.AST, file: Path) -> Iterator[tuple[str, tuple[str, ...]]
             yield f"{module}.{name}", ()
         if rest := tuple(name for name in names if name not in submodules):
             yield module, rest
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ("import_module", "importorskip")
+    ):
         for argument in node.args[:1]:
             if isinstance(argument, ast.Constant):
                 yield str(argument.value), ()
@@ -113,4 +115,7 @@ def declared(folder: Path, extras: bool = True) -> set[str]:
         optional: dict[str, list[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
         required += [each for group in optional.values() for each in group]
     names = [re.split(r"[\s\[<>=!~;]", each, maxsplit=1)[0] for each in required]
-    return {MODULES_OF.get(name, name.replace("-", "_")) for name in names}
+    modules = {MODULES_OF.get(name, name.replace("-", "_")) for name in names}
+    # A distribution of ours may have several packages: its own, and its tasksets and harnesses.
+    ours = [import_names(folder) for folder in PLUGINS if folder.name in modules]
+    return modules.union(*ours)

@@ -35,6 +35,7 @@ EXEMPT = {
     ("prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"): (
         "prime_rl.errors",
         "prime_rl.rundir.launch",
+        "prime_rl.rundir.logs",
         "prime_rl.rundir.machine",
         "prime_rl.rundir.processes",
         "prime_rl.rundir.status",
@@ -131,7 +132,7 @@ def plugin_names() -> list[str]:
 
 def test_core_imports_no_plugin_and_nothing_of_the_application() -> None:
     names = plugin_names()
-    assert {"prime_rl_grpo", "prime_rl_embedded", "reverse_text", "in_process"} <= set(names)
+    assert {"prime_rl_grpo", "prime_rl_embedded", "text_reversal", "in_process"} <= set(names)
     assert forbidden(files(), *names, "prime_rl_app", typing_too=True) == []
 
 
@@ -164,7 +165,8 @@ ORCHESTRATOR_SIDE = (
 
 def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
     side = files(*ORCHESTRATOR_SIDE, *SHARED, "env", "rundir", "__init__.py")
-    assert forbidden(side, "torch", "prime_rl.trainer", "prime_rl.weights.tensors") == []
+    assert forbidden(side, "torch") == []
+    assert forbidden(side, "prime_rl.trainer", "prime_rl.weights.tensors", typing_too=True) == []
     assert {
         each.file.name for file in side for each in imports(file) if each.inside("transformers")
     } <= {"rendering.py"}
@@ -173,7 +175,7 @@ def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
 def test_the_trainer_side_imports_no_orchestrator_no_environment_and_no_inference() -> None:
     others = ("orchestrator", "inference", "env", "testing")
     names = [f"prime_rl.{other}" for other in others]
-    assert forbidden(files("trainer"), *names, "verifiers", "renderers") == []
+    assert forbidden(files("trainer"), *names, "verifiers", "renderers", typing_too=True) == []
 
 
 def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
@@ -186,7 +188,7 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
 
 def test_what_both_sides_share_imports_neither_side() -> None:
     both = ("prime_rl.orchestrator", "prime_rl.trainer", "prime_rl.inference")
-    assert forbidden(files(*SHARED), *both, "verifiers", "renderers") == []
+    assert forbidden(files(*SHARED), *both, "verifiers", "renderers", typing_too=True) == []
 
 
 def test_the_run_directory_imports_config_and_contract_only() -> None:
@@ -215,8 +217,14 @@ def test_losses_heads_transports_observers_tunings_and_kernels_are_offered_to_th
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
     assert offering == [
-        *("prime_rl_baselines", "prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_kernels"),
-        *("prime_rl_lora", "prime_rl_losses", "prime_rl_observers", "prime_rl_optimizers"),
+        *("prime_rl_baselines", "prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_credit"),
+        *(
+            "prime_rl_kernels",
+            "prime_rl_lora",
+            "prime_rl_losses",
+            "prime_rl_observers",
+            "prime_rl_optimizers",
+        ),
         *("prime_rl_ppo", "prime_rl_preference"),
     ]
 
@@ -262,6 +270,46 @@ def test_the_slim_core_imports_nothing_of_its_extra_when_a_plugin_is_written() -
     assert {"torch", "verifiers", "renderers", "psutil"} <= extra
     loaded = modules_loaded_by("import prime_rl, prime_rl.testing")
     assert loaded & extra == set()
+
+
+# -- core is tested alone -------------------------------------------------------------------------
+
+TOOLS_OF_TESTS = {"pytest", "hypothesis", "aiohttp", "tokenizers"}
+"""What runs the tests, and what verifiers and transformers bring: aiohttp serves the engines of the
+tests, and tokenizers makes their tokenizer."""
+
+
+def files_of_cores_tests() -> list[Path]:
+    """The files below ``core/tests``, and the shared modules of ``tests`` that these import."""
+    todo = sorted((ROOT / "core/tests").rglob("*.py"))
+    seen: list[Path] = []
+    while todo:
+        file = todo.pop()
+        seen.append(file)
+        shared = [ROOT / "tests" / f"{each.module}.py" for each in imports(file)]
+        todo += [path for path in shared if path.exists() and path not in (*seen, *todo)]
+    return seen
+
+
+def test_a_test_of_core_imports_what_core_declares() -> None:
+    """Its losses and optimizers are in ``core/tests/parts``; a test that needs another distribution
+    belongs to that one, or to ``tests``. ``warm.py`` also forks whole command lines."""
+    found = files_of_cores_tests()
+    assert len(found) > 90
+    assert {"waiting.py", "trainer_fixtures.py", "env_cases.py"} <= {file.name for file in found}
+    own = {file.stem for file in found}
+    ours = {name for folder in PLUGINS for name in import_names(folder)} | {"prime_rl_app"}
+    known = own | {"prime_rl"} | declared(ROOT / "core") | TOOLS_OF_TESTS
+    known = (known | sys.stdlib_module_names) - ours
+    strange = [
+        str(each)
+        for file in found
+        for each in imports(file)
+        if each.module.partition(".")[0] not in known and file.name != "warm.py"
+    ]
+    assert strange == []
+    started = [str(file) for file in found if "prime_rl_app" in file.read_text("utf-8")]
+    assert [name for name in started if not name.endswith("tests/warm.py")] == []
 
 
 # -- 5: one adapter ------------------------------------------------------------------------------
@@ -343,6 +391,18 @@ except SystemExit as end:
 def test_the_orchestrators_loop_loads_without_torch_and_without_verifiers() -> None:
     loaded = modules_loaded_by("import prime_rl.orchestrator.loop")
     assert loaded & {"torch", "verifiers", "transformers", "prime_rl.trainer"} == set()
+
+
+def test_what_plugins_offer_is_listed_without_anything_heavy() -> None:
+    loaded = modules_loaded_by(
+        "import prime_rl.testing, prime_rl_app.cli.app, prime_rl_app.resolve\n"
+        "from prime_rl.registry.manager import GROUPS, load_plugins\n"
+        "from prime_rl.registry.offers import KINDS, collect\n"
+        "assert all([collect(load_plugins(g), kind) for kind in KINDS] for g in GROUPS)"
+    )
+    assert (
+        loaded & {"torch", "transformers", "verifiers", "renderers", "matplotlib", "zmq"} == set()
+    )
 
 
 def modules_loaded_by(code: str) -> set[str]:
@@ -440,23 +500,218 @@ def test_every_file_that_the_map_and_the_tour_name_exists(page: str) -> None:
     def exists(path: str) -> bool:
         if path.startswith("app/"):
             return (APPLICATION / path.removeprefix("app/")).exists()
+        if path.startswith("prime_rl/"):
+            return (CORE / path.removeprefix("prime_rl/")).exists()
         return (CORE / path).exists() or (ROOT / path).exists()
 
     assert [path for path in named if not exists(path)] == []
 
 
+def files_of_the_flow() -> list[str]:
+    """The documented list, in its order."""
+    section = (ROOT / "docs/map.md").read_text("utf-8").partition("## The flow in twelve files")[2]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", section.partition("\n## ")[0], re.MULTILINE)
+
+
+def test_the_tour_goes_through_the_twelve_files_of_the_flow_in_their_order() -> None:
+    flow = files_of_the_flow()
+    assert len(flow) == len({*flow}) == 12
+    assert (flow[0], flow[-1]) == ("orchestrator/loop.py", "orchestrator/policy.py")
+    tour = (ROOT / "docs/tour.md").read_text("utf-8")
+    assert f"`{flow[0]}`" in tour.partition("\n## 1. ")[0]  # open beside the page
+
+    stops = tour.partition("\n## 1. ")[2]
+    places = [stops.find(f"`{file}`") for file in flow[3:]]
+    assert -1 not in places and places == sorted(places)
+    first = stops.partition("\n## 2. ")[0]
+    assert all(f"`{file}`" in first for file in flow[1:3])
+
+
+def helpers_above_their_use(tree: ast.Module) -> list[str]:
+    """Private functions and methods of a module that are defined above their first use in it."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    wrong = []
+    for body, is_method in ((tree.body, False), *((each.body, True) for each in classes)):
+        for helper in body:
+            if not isinstance(helper, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if not re.match("_[a-z]", helper.name):
+                continue
+
+            uses = [
+                node.lineno
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute if is_method else ast.Name)
+                and helper.name == (node.attr if is_method else node.id)  # type: ignore[attr-defined]
+                and not helper.lineno <= node.lineno <= (helper.end_lineno or 0)
+            ]
+            if uses and min(uses) > helper.lineno:
+                wrong.append(helper.name)
+
+    return wrong
+
+
+@pytest.mark.parametrize("file", files_of_the_flow())
+def test_a_file_of_the_flow_reads_from_top_to_bottom(file: str) -> None:
+    assert helpers_above_their_use(ast.parse((CORE / file).read_text("utf-8"))) == []
+
+
+def test_a_helper_above_its_use_is_found() -> None:
+    below = "def run():\n    return _help()\n\ndef _help():\n    return _help\n"
+    above = "def _help(): ...\n\ndef run():\n    return _help()\n"
+    methods = "class A:\n    def _a(self): ...\n    def run(self):\n        self._a()\n"
+    found = [helpers_above_their_use(ast.parse(text)) for text in (below, above, methods)]
+    assert found == [[], ["_help"], ["_a"]]
+
+
+ONE_IMPLEMENTATION = {
+    "prime_rl.checks": "prime_rl.testing is core's, and only the author's kit brings the checks",
+    "prime_rl.tracers": "a run traces hooks only where the kit is installed",
+    "prime_rl.env_workers": "where it is missing, environments run in the orchestrator's process",
+    "prime_rl.fits": "where it is missing, a config says itself how GPUs are divided",
+    "prime_rl.machine_defaults": "another engine may be the default of a machine too",
+}
+"""Groups of entry points with one implementation here: why they are no import. At most five."""
+
+
+def groups_of_entry_points() -> dict[str, set[str]]:
+    """The groups that our distributions declare, and which do."""
+    offered: dict[str, set[str]] = {}
+    for folder in (ROOT, ROOT / "app", ROOT / "core", *PLUGINS):
+        for group in pyproject(folder).get("entry-points", {}):  # type: ignore[attr-defined]
+            offered.setdefault(group, set()).add(folder.name)
+    return {group: names for group, names in offered.items() if group.startswith("prime_rl")}
+
+
+GROUP_READ = re.compile(r'\b(?:entries|installed)\(\s*"(prime_rl\w*\.\w+)"')
+GROUP_NAMED = re.compile(r'^[A-Z_]+ = "(prime_rl\w*\.\w+)"$', re.MULTILINE)
+
+
+def groups_that_are_read() -> set[str]:
+    """By a call with the group, or with a constant that names it."""
+    read: set[str] = set()
+    for source in (CORE, APPLICATION, *(folder / "src" for folder in PLUGINS)):
+        for file in source.rglob("*.py"):
+            text = file.read_text("utf-8")
+            read |= {*GROUP_READ.findall(text)}
+            if re.search(r"\b(entries|installed)\([A-Z_a-z]", text):
+                read |= {*GROUP_NAMED.findall(text)}
+    return read
+
+
 def test_every_group_of_entry_points_that_is_read_is_declared() -> None:
     """Else it is empty in silence."""
-    reads = re.compile(r'\b(?:entries|names_of)\(\s*"(prime_rl\.\w+)"')
-    read = {
+    read = groups_that_are_read()
+    assert {"prime_rl.known", "prime_rl.env_workers", "prime_rl.fits", "prime_rl.api"} <= read
+    assert read <= groups_of_entry_points().keys()
+
+
+def test_every_group_of_entry_points_is_public_or_has_two_implementations() -> None:
+    public = set(
+        re.findall(r'entry-points\."?(prime_rl[\w.]*)', (ROOT / "docs/plugins.md").read_text())
+    )
+    assert {*GROUPS, "prime_rl.known"} <= public
+    single = {
         group
-        for source in (CORE, APPLICATION, *(folder / "src" for folder in PLUGINS))
-        for file in source.rglob("*.py")
-        for group in reads.findall(file.read_text("utf-8"))
+        for group, names in groups_of_entry_points().items()
+        if len(names) < 2 and group not in public
     }
-    folders = (ROOT / "app", ROOT / "core", *PLUGINS)
-    declared_groups = {
-        group for folder in folders for group in pyproject(folder).get("entry-points", {})
+    assert single == ONE_IMPLEMENTATION.keys()
+    assert len(single) <= 5
+
+
+# -- 9: text has an encoding ---------------------------------------------------------------------
+
+
+def shipped_files() -> list[Path]:
+    """Every module of ours that is no test."""
+    folders = ("app", "bench", "core", "plugins", "src", "tools", *ROOT.glob("prime_rl_*"))
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if "tests" not in path.parts)
+
+
+def text_without_encoding(call: ast.Call) -> bool:
+    """Whether a call opens, reads or writes a text in the encoding of the user's locale."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in keywords:
+        return False
+    if name in ("read_text", "write_text"):
+        return len(call.args) < {"read_text": 1, "write_text": 2}[name]
+    if name not in ("open", "fdopen", "TextIOWrapper") or ast.unparse(call.func) == "os.open":
+        return False
+
+    is_method = isinstance(call.func, ast.Attribute) and name == "open"
+    position = 0 if is_method else 1
+    default = call.args[position] if len(call.args) > position else ast.Constant("r")
+    mode = keywords.get("mode", default)
+    # The mode of another ``open``, of a door or a socket, is no text of these letters.
+    return isinstance(mode, ast.Constant) and set(str(mode.value)) <= set("rwxat+")
+
+
+def test_every_text_that_is_read_or_written_names_its_encoding() -> None:
+    files = shipped_files()
+    assert len(files) > 400
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and text_without_encoding(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("call", "is_wrong"),
+    [
+        ("path.read_text()", True),
+        ("path.read_text('utf-8')", False),
+        ("path.write_text(text)", True),
+        ("path.write_text(text, encoding='utf-8')", False),
+        ("path.write_text(text, 'utf-8')", False),
+        ("open(path)", True),
+        ("open(path, 'a')", True),
+        ("open(path, mode='r')", True),
+        ("open(path, 'rb')", False),
+        ("path.open()", True),
+        ("path.open('w')", True),
+        ("path.open('ab', buffering=0)", False),
+        ("path.open(encoding='utf-8')", False),
+        ("os.fdopen(3, 'w')", True),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("admission.open(group, version)", False),
+    ],
+)
+def test_a_text_without_encoding_is_seen(call: str, is_wrong: bool) -> None:
+    node = ast.parse(call, mode="eval").body
+    assert isinstance(node, ast.Call)
+    assert text_without_encoding(node) == is_wrong
+
+
+# -- 10: no time limit is hidden -----------------------------------------------------------------
+
+TIMES = re.compile(r"\w*SECONDS|\w+_MS|\w*TIMEOUT\w*|\w*GRACE\w*|LONGEST_(WAIT|PAUSE)")
+"""Names of constants that are times."""
+
+
+def test_every_time_constant_is_on_the_page_of_time_limits() -> None:
+    page = (ROOT / "docs" / "time-limits.md").read_text("utf-8")
+    listed = {
+        (row[1], file, value)
+        for row in re.finditer(r"^\| `(\w+)` \| (\w+/.*) \|$", page, re.MULTILINE)
+        for file, value in re.findall(r"([\w/]+\.py) \((.*?)\)(?:, |$)", row[2])
     }
-    assert len(read) > 3
-    assert read <= declared_groups
+    found = set()
+    for path in shipped_files():
+        place = path.as_posix().rpartition("/src/")[2]
+        if place == path.as_posix():  # benchmarks and tools judge no process
+            continue
+        for node in ast.parse(path.read_text("utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            for target in targets:
+                if isinstance(target, ast.Name) and TIMES.fullmatch(target.id):
+                    assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+                    found.add((target.id, place, ast.unparse(node.value)))
+    assert len(found) > 80
+    assert found == listed

@@ -17,7 +17,7 @@ from waiting import LIMIT
 
 from prime_rl import Algorithm, PluginConfig
 from prime_rl.testing import FakeHost, FakeReference, check_algorithm, make_rollout, score
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]

@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl import Algorithm, PluginConfig, Rollout
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import Hooks
@@ -34,7 +34,7 @@ def counts_of(algorithm: Algorithm, tool: int = 3) -> Counts:
         for rollout in group:
             stamp(rollout, algorithm.action_loss)
         assembler.add(group)
-    (frame,) = batch_frames(packing_of(1, assembler.batch.kept, installed_losses(), 64), 64)
+    (frame,) = batch_frames(batch_to_pack(1, assembler.batch.kept, installed_losses(), 64), 64)
     _, micro_batches = decode_batch(frame)
     return count_members(micro_batches, installed_losses())
 

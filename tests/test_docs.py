@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -41,13 +42,16 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError
 from prime_rl.registry.checks import SPECS
 from prime_rl.registry.manager import Hooks
 from prime_rl.registry.offers import ALGORITHM, KINDS, collect
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
+from prime_rl_app.cli import main
 from prime_rl_app.cli.app import app
 from prime_rl_app.config import build_config, fitted, load_config, merge, read_toml
+from prime_rl_app.errors import explained
 from prime_rl_app.resolve import check
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup
@@ -59,8 +63,12 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-FOLLOWED = {"tutorial-algorithm.md", "migrating.md", "first-environment.md", "AGENTS.md"}
-"""Pages whose blocks are executed in order by ``test_tutorial.py``, not one by one here."""
+FOLLOWED = {
+    *("tutorial-algorithm.md", "migrating.md", "first-environment.md", "agents.md", "AGENTS.md"),
+    *("sft.md", "gateway.md", "several-agents.md"),
+}
+"""Pages whose blocks are executed in order by ``test_tutorial.py``, ``test_sft.py`` and
+``test_gateway_run.py``, not one by one here."""
 READMES = sorted([*ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")])
 CONFIGS = sorted((ROOT / "configs").glob("**/*.toml"))
 
@@ -141,7 +149,7 @@ def test_every_setting_of_every_model_is_a_row_of_the_config_page() -> None:
 
 def test_every_key_of_the_config_page_has_a_description() -> None:
     rows = re.findall(r"^\| `.*\|$", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
-    assert len(rows) > 400
+    assert len(rows) > 350
     assert [row for row in rows if len(row.split("|")[-2].split()) < 2] == []
 
 
@@ -163,9 +171,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 @pytest.fixture(autouse=True)
-def any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether vLLM's own environment is here already does not matter to a page or a config."""
+def any_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether vLLM's own environment is here already, or the package with the pretrained model,
+    does not matter to a page or a config."""
     monkeypatch.setattr("prime_rl_vllm.check_interpreter", lambda python: None)
+    monkeypatch.setattr("prime_rl_smollm2.convert.locate", lambda: Path("smollm2.gguf"))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -179,6 +189,35 @@ def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -
     check(load_config(files_of(path)))
 
 
+def test_a_file_that_is_laid_over_another_names_its_command() -> None:
+    for path in (ROOT / "configs/algorithms").glob("*.toml"):
+        base, part = (each.relative_to(ROOT) for each in files_of(path))
+        command = f"prime-rl run {base} {part}"
+        assert f"# Laid over another file: {command}\n" in path.read_text()
+
+        alone = ["run", str(path), "--dry-run"]
+        with pytest.raises(ConfigError) as refused:
+            load_config([path])
+        assert explained(str(refused.value), alone).endswith(f"over a whole one. Write: {command}")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/algorithms").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_a_file_that_is_laid_over_another_passes_a_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that it names; ``--quick``, because all have the env of the first run."""
+    monkeypatch.chdir(ROOT)
+    named_files = [str(each.relative_to(ROOT)) for each in files_of(path)]
+    words = ["prime-rl", "run", *named_files, "--dry-run", "--quick"]
+    monkeypatch.setattr("sys.argv", [*words, "--output-dir", str(tmp_path)])
+    with suppress(SystemExit):
+        main()
+    shown = capsys.readouterr()
+    assert shown.out.startswith("valid; the resolved config is"), shown.err
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
     config, _ = fitted(load_config(files_of(path), ["--max-steps", "6"]))
@@ -189,7 +228,16 @@ def test_configs_are_shipped() -> None:
     assert ROOT / "configs" / "reverse_text" / "grpo.toml" in CONFIGS
 
 
-@pytest.mark.parametrize("arguments", [*commands()], ids=" ".join)
+def measured(arguments: list[str]) -> Any:
+    """``plan`` measures a model, in a process that imports transformers."""
+    marks = [pytest.mark.slow] if arguments[0] == "plan" else []
+    return pytest.param(arguments, id=" ".join(arguments), marks=marks)
+
+
+UNIQUE = {" ".join(arguments): arguments for arguments in commands()}
+
+
+@pytest.mark.parametrize("arguments", map(measured, UNIQUE.values()))
 def test_every_command_in_the_docs_parses(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,10 +324,11 @@ def test_the_wrapper_in_the_docs_acts_after_an_async_algorithm() -> None:
 def test_toml_in_the_docs_fits_the_schema(page: Path) -> None:
     """Fragments of a run's config are laid over one that is whole; other TOML has to parse."""
     whole = read_toml(ROOT / "configs/reverse_text/grpo.toml")
+    of_sft = read_toml(ROOT / "configs/sft/reverse.toml")
     for block in blocks(page, "toml"):
         fragment = tomllib.loads(block)
         if "project" not in fragment:
-            build_config(merge(whole, fragment))
+            build_config(merge(of_sft if "sft" in fragment else whole, fragment))
 
 
 # -- the engine's contract -------------------------------------------------------------------
@@ -356,11 +405,6 @@ def test_every_declaration_of_an_algorithm_is_listed_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| `?(.+?)`? \|", table, re.MULTILINE))
     declared = {name: getattr(Algorithm, name) for name in Algorithm.__annotations__}
     assert rows == {k: f'"{v}"' if isinstance(v, str) else str(v) for k, v in declared.items()}
-
-
-def test_the_readme_counts_the_promises() -> None:
-    assert len(CHECKS) == 19
-    assert "nineteen [conformance checks]" in (ROOT / "README.md").read_text()
 
 
 def test_the_page_names_the_version_of_the_contract() -> None:
@@ -462,6 +506,45 @@ def test_search_works_on_every_page_and_nothing_is_fetched_from_elsewhere(
         assert [url for url in tab.requested if not url.startswith((home, "data:", "about:"))] == []
 
 
+SEARCHED = {
+    "gpu": "recipes",
+    "jsonl": "python",
+    "reward": "first-environment",
+    "lora": "scaling",
+    "resume": "run-directory",
+    "entropy": "metrics",
+    "checkpoint": "run-directory",
+    "vllm": "vllm",
+    "teacher": "algorithms",
+    "kubernetes": "multi-node",
+}
+"""Words that a user searches, each with a page that explains it."""
+
+
+@pytest.mark.slow
+def test_the_search_index_of_the_built_site_finds_ten_words(site: tuple[Path, str]) -> None:
+    index = json.loads((site[0] / "search/search_index.json").read_text("utf-8"))
+    pages: dict[str, str] = {}
+    for entry in index["docs"]:
+        page = entry["location"].partition(".html")[0]
+        pages[page] = f"{pages.get(page, '')} {entry['title']} {entry['text']}".lower()
+    for word, page in SEARCHED.items():
+        assert word in pages[page], f"{word} is not on {page}"
+
+
+@pytest.mark.slow
+def test_the_first_questions_are_two_clicks_away_on_the_built_site(site: tuple[Path, str]) -> None:
+    def linked(page: str) -> set[str]:
+        return set(re.findall(r'<a href="([^"]+)"', (site[0] / page).read_text("utf-8")))
+
+    assert "questions.html" in linked("index.html")
+    second = linked("questions.html")
+    for target in ("recipes.html", "python.html#prompts-and-a-reward", "scaling.html#lora"):
+        assert target in second
+        page, _, anchor = target.partition("#")
+        assert not anchor or f'id="{anchor}"' in (site[0] / page).read_text("utf-8")
+
+
 class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -492,9 +575,12 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_files_named_in_the_docs_exist(page: Path) -> None:
-    """Paths in backticks that look like source: relative to the repository or to core's package."""
+    """Paths in backticks that look like source: relative to the repository, to a ``src`` or to
+    core's package."""
     roots = [
         ROOT,
+        *(ROOT / each for each in ("core/src", "app/src")),
+        *ROOT.glob("plugins/*/src"),
         ROOT / "core/src/prime_rl",
         ROOT / "plugins/prime_rl_embedded/src/prime_rl_embedded",
     ]

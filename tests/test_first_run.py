@@ -19,7 +19,7 @@ import warm
 from safetensors.numpy import load_file
 from waiting import LIMIT, eventually
 
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
@@ -167,6 +167,12 @@ def test_two_runs_side_by_side_keep_apart(pair: Finished) -> None:
     assert any(not np.array_equal(here[name], there[name]) for name in here)
 
 
+def arguments_at(pid: int) -> int:
+    """Where a process has its arguments: elsewhere in each that was not forked (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[45])
+
+
 NO_RECOVERY = ("--recovery.max_restarts", "0")
 
 
@@ -224,8 +230,13 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(
 
 
 def test_killing_the_supervisor_takes_every_child_with_it(start, tmp_path, processes_of) -> None:
+    """While it lives, each child is a fork of the nursery, in its address space: a run whose
+    processes import torch themselves takes four times the CPU (``warm.py``)."""
     process = start("killed", "--max_steps", "1000")
     run_dir = tmp_path / "killed"
     wait_for_step(run_dir, 1, process)
+    for name in ("inference", "trainer", "orchestrator"):
+        child = json.loads((run_dir / "status" / f"{name}.json").read_text())["pid"]
+        assert arguments_at(child) == arguments_at(process.pid), name
     process.kill()
     eventually(lambda: not processes_of(run_dir))

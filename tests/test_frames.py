@@ -14,7 +14,7 @@ import warm
 from frames import CASES, DIGESTS, STEPS, frames_of
 
 from prime_rl.wire import decode_batch
-from prime_rl_app.rollouts import read_step
+from prime_rl_app.saved_rollouts import read_step
 from prime_rl_tools.replay.compare import frames_of as replayed_frames
 from prime_rl_tools.replay.score import read_run_config
 

@@ -21,7 +21,7 @@ from waiting import LIMIT
 
 from prime_rl import Rollout
 from prime_rl.rundir.launch import Launch
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
@@ -153,3 +153,26 @@ def test_the_average_follows_the_published_versions_and_a_resumed_run_continues_
         moved = max(rollout.metrics["moved"] for rollout in rollouts)
         assert moved > 1e-3 if version else moved < 1e-4
     assert version == 3
+
+
+def test_a_reset_gives_the_engine_of_the_reference_the_policy_and_a_resumed_run_keeps_it(
+    tmp_path: Path, model_cache: Path
+) -> None:
+    """With an interval of 2, batches 1 and 2 are scored by version 0, and 3 and 4 by version 2."""
+    keys = ("--trainer.keep_broadcasts", "9", "--trainer.reference_reset.interval", "2")
+    run_dir = run_it(tmp_path, model_cache, "anchored", "--max_steps", "3", *keys)
+    launch = Launch.read(run_dir)
+    assert (run_dir / "references" / "step_2" / "STABLE").exists()
+    shutil.rmtree(run_dir / "references")  # the checkpoint has all that a resumed run needs
+    run_it(tmp_path, model_cache, "anchored", "--max_steps", "4", *keys, "--resume")
+    model = AutoModelForCausalLM.from_pretrained(launch.model_path, dtype=torch.float32)
+    steps = rollouts_of(run_dir)
+    for rollouts in steps[:2]:
+        assert_scored_by(model, rollouts[:4])
+    model.load_state_dict(
+        load_file(run_dir / "broadcasts" / "step_2" / "model.safetensors"), strict=False
+    )
+    for rollouts in steps[2:]:
+        assert_scored_by(model, rollouts[:4])
+    moved = [max(rollout.metrics["moved"] for rollout in rollouts) for rollouts in steps]
+    assert moved[0] < 1e-4 < 1e-3 < moved[1] and moved[2] < 1e-4 < 1e-3 < moved[3]

@@ -15,7 +15,7 @@ import pytest
 import warm
 from waiting import LIMIT
 
-from prime_rl_app.rollouts import read_step, step_files
+from prime_rl_app.saved_rollouts import read_step, step_files
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]

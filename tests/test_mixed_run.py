@@ -4,7 +4,6 @@ plugin; the teacher goes away and comes back."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import warm
+from started_commands import Start, started_commands
 from waiting import LIMIT, eventually
 
 from prime_rl.rundir.machine import free_ports
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
@@ -48,30 +47,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def start(model_cache: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts a command of prime-rl; whatever is left is ended."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(*arguments: object) -> subprocess.Popen[str]:
-        process = warm.Popen(
-            [*CLI, *map(str, arguments)],
-            env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.communicate(timeout=LIMIT)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
+def start(model_cache: Path) -> Iterator[Start]:
+    with started_commands(model_cache) as starting:
+        yield starting
 
 
 def answers(port: int) -> bool:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from family_models import FAMILIES, Family
-from family_page import PAGE, intro, row
+from family_page import PAGE, intro, is_as_good, measured_version, row
 from transformers import AutoModelForCausalLM
 
 from prime_rl.trainer.unread import unread_model
@@ -24,11 +25,39 @@ def test_the_page_has_a_row_for_each_family_and_no_defect() -> None:
     assert "DEFECT" not in text
 
 
+WRITTEN = "| A | `AForCausalLM` | works, prompts not shared | refused: a state | listed |"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "expected"),
+    [
+        ("works, prompts not shared", "refused: a state", True),
+        ("works", "refused: another reason", True),
+        ("works, prompts not shared", "works", True),
+        ("works, documents apart", "works", False),
+        ("refused: off by 1.0", "works", False),
+        ("works", "DEFECT: KeyError: 'a'", False),
+    ],
+)
+def test_with_another_transformers_a_family_may_do_better_and_not_worse(
+    trainer: str, engine: str, expected: bool
+) -> None:
+    row = f"| A | `AForCausalLM` | {trainer} | {engine} | listed |"
+    assert is_as_good(row, WRITTEN) == expected
+    assert not is_as_good(row.replace("| A |", "| B |"), WRITTEN)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of models that transformers is about to change
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_does_what_its_row_says(family: Family, tmp_path: Path) -> None:
-    assert row(family, tmp_path) in PAGE.read_text().splitlines(), WRITE
+    found = row(family, tmp_path)
+    start = f"| {family.name} | "
+    (written,) = (line for line in PAGE.read_text().splitlines() if line.startswith(start))
+    if transformers.__version__ == measured_version():
+        assert found == written, WRITE
+    else:
+        assert is_as_good(found, written), f"{found}\nexpected at least {written}"
     _check_reading_in_parts(tmp_path)
 
 

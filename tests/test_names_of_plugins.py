@@ -14,6 +14,9 @@ OTHER_MEANINGS = {
     ("config/orchestrator.py", "auto"),  # env_workers
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
+    ("trainer/model.py", "auto"),  # trainer.compile
+    ("trainer/state.py", "auto"),
+    ("trainer/self_check.py", "default"),  # a stance of torch.compiler
     ("registry/offers.py", "auto"),
     ("trainer/loop.py", "disk"),  # what the trainer waits for
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
@@ -23,15 +26,20 @@ OTHER_MEANINGS = {
 
 
 def names_of_plugins():
-    """What plugins outside core offer, and what index packages know of."""
+    """What plugins outside core and the application offer, and what index packages know of."""
+    own = ("prime-rl-core", "prime-rl-app")
     offered = {
         name
         for group in GROUPS
         for kind in KINDS
         for name, each in collect(load_plugins(group), kind).items()
-        if each.source.distribution not in ("prime-rl-core", "prime-rl-app")
+        if each.source.distribution not in own
     }
-    known = (entry.name.split(".", 1) for entry in entry_points(group="prime_rl.known"))
+    known = (
+        entry.name.split(".", 1)
+        for entry in entry_points(group="prime_rl.known")
+        if entry.value.replace("_", "-") not in own
+    )
     return offered | {name for kind, name in known if kind not in ("command", "key")}
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from tools import ranges
 from tools.ranges import DISTRIBUTIONS, Choice, choose, declared, requirements
-from tools.wheel_sources import NoRegistry
+from tools.vllm_names import Wheel, declared_range, failing_imports, requirement
+from tools.wheel_sources import NoRegistry, sources, versions
 
 RELEASES = ["3.0.0rc1", "2.6.0", "2.5.1", "2.5.0", "2.4.9", "2.4.0", "1.9"]
 
@@ -62,6 +68,31 @@ def test_a_range_without_a_release_is_an_error() -> None:
         choose("lowest", Requirement("transformers<0.1"), RELEASES, "2.5.0")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [min, max])
+def test_both_ends_of_torch_have_every_name_that_we_import(
+    end: Callable[[Iterable[Version]], Version],
+) -> None:
+    """Looked up in the wheel's Python files: most versions have no CPU build to run."""
+    try:
+        releases = [Version(each) for each in versions("torch")]
+        chosen = end(declared("torch").specifier.filter(releases))
+        wheel = Wheel(sources("torch", chosen.public))
+    except NoRegistry as error:
+        pytest.skip(f"no registry with torch answers: {error}")
+
+    files = [
+        path for path in sorted(ranges.ROOT.rglob("src/**/*.py")) if "torch" in path.read_text()
+    ]
+    lacking = [
+        f"{path.name}: {lack}"
+        for path in files
+        for lack in failing_imports(wheel, ast.parse(path.read_text()), "torch")
+    ]
+    assert len(files) > 50
+    assert lacking == [], f"torch {chosen}"
+
+
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_all_distributions_declare_one_range(name: str) -> None:
     """Else one of them would admit what no test has run with."""
@@ -71,6 +102,14 @@ def test_all_distributions_declare_one_range(name: str) -> None:
         if requirement.name == name and requirement.specifier  # vLLM's environment pins its own
     }
     assert set(specifiers.values()) == {declared(name).specifier}, specifiers
+
+
+def test_the_table_of_ranges_has_what_is_declared() -> None:
+    lines = (ranges.ROOT / "docs/release.md").read_text().splitlines()
+    cells = [re.findall(r"`(.*?)`", line) for line in lines if line.startswith("| `")]
+    written = {name: SpecifierSet(bounds) for name, bounds, *_ in cells}
+    assert written.pop("vllm") == Requirement(requirement(*declared_range())).specifier
+    assert written == {name: declared(name).specifier for name in DISTRIBUTIONS}
 
 
 def test_the_environment_has_what_is_behind_it_and_what_is_its_own(tmp_path: Path) -> None:

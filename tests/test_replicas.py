@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import warm
-from waiting import LIMIT, eventually
+from waiting import LIMIT, eventually, lines_so_far
 
 from prime_rl.plugins.status import read_status
 from prime_rl.weights.versions import has_files
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
@@ -66,8 +66,7 @@ def run_of(tmp_path: Path, *overrides: str) -> list[str]:
 
 def rows(run_dir: Path, key: str) -> dict[int, float]:
     """One metric by step."""
-    file = run_dir / "metrics.jsonl"
-    lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    lines = lines_so_far(run_dir / "metrics.jsonl")
     return {line["step"]: line[key] for line in lines if key in line}
 
 

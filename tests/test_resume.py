@@ -48,7 +48,7 @@ from prime_rl.wire.micro_batch import decode_batch
 from prime_rl_app.children import Child, end, start
 from prime_rl_app.commands import engine_launch
 from prime_rl_app.resolve import Resolved
-from prime_rl_app.rollouts import read_rollouts
+from prime_rl_app.saved_rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 
 import pytest
-from source_imports import CORE, PLUGINS, ROOT, imports
+from source_imports import APPLICATION, CORE, PLUGINS, ROOT, imports
 
 RUN_CODE = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 """Modules whose readers run code that a file or a frame holds."""
 TRAVEL = "plugins/prime_rl_environments/src/function/travel.py"
 """The one exception: functions of a script, sealed with a key that the run's processes share."""
-FILES = sorted([*CORE.rglob("*.py"), *(f for p in PLUGINS for f in (p / "src").rglob("*.py"))])
+FOLDERS = (CORE, APPLICATION, *(plugin / "src" for plugin in PLUGINS))
+FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 
 
 def test_nothing_is_pickled():

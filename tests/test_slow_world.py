@@ -22,12 +22,13 @@ from prime_rl_app.recovery import LOG
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 14.0
-"""How much longer each stage takes: more than each limit of ``LIMITS``, and than any pause between
-two attempts. ``--slow-seconds 90`` is how a real model behaves, with the limits of a user."""
+SECONDS = 9.0
+"""How much longer each stage takes: half as long again as the largest of ``LIMITS``, and more than
+any pause between two attempts. ``--slow-seconds 90`` is how a real model behaves, with the limits
+of a user."""
 LIMITS = [
     *("--recovery.stopped_timeout", "5", "--recovery.lost_timeout", "5"),
-    *("--orchestrator.weights_timeout", "5", "--inference.hang_timeout", "8"),
+    *("--observers.watchdog.timeout", "5", "--inference.hang_timeout", "6"),
 ]
 SMALL = [
     *(str(ROOT / "configs" / "reverse_text" / "grpo.toml"), "--model.warmup_exact", "0.15"),
@@ -90,7 +91,7 @@ def test_each_stage_in_turn_takes_long_and_nothing_is_restarted(
     stages = [
         *("prime_rl.trainer.model.load_model", "prime_rl_embedded.model.load_model"),
         *("find_packing", "BatchUpdate.run", "_put", "export", "write_shard", "read_weights"),
-        *("Scheduler.step", "position_score", "ReverseTextTaskset.load"),
+        *("Scheduler.step", "position_score", "TextReversalTaskset.load"),
     ]
     late = [stage for stage in stages if f"{stage}\n" not in logs]
     assert late == []  # each was delayed
@@ -110,18 +111,6 @@ def test_each_stage_in_turn_takes_long_and_nothing_is_restarted(
         assert said in output, (said, output)
 
 
-RENAMES = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <string.h>
-#include <unistd.h>
-int rename(const char *from, const char *to) {
-    static int (*real)(const char *, const char *);
-    if (!real) real = dlsym(RTLD_NEXT, "rename");
-    if (strstr(to, "/broadcasts/")) sleep(14);
-    return real(from, to);
-}
-"""
 OPERATIONS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -129,6 +118,7 @@ OPERATIONS = """
 #include <string.h>
 #include <sys/types.h>
 #include <time.h>
+#include <unistd.h>
 #define PART "/slow-disk/"
 static void slowly(const char *path) {
     struct timespec pause = {0, 100000000};
@@ -136,7 +126,10 @@ static void slowly(const char *path) {
 }
 #define REAL(name) static __typeof__(name) *real; if (!real) real = dlsym(RTLD_NEXT, #name)
 int rename(const char *from, const char *to);
-int rename(const char *from, const char *to) { REAL(rename); slowly(to); return real(from, to); }
+int rename(const char *from, const char *to) {
+    REAL(rename); slowly(to); if (strstr(to, "/broadcasts/")) sleep(7);
+    return real(from, to);
+}
 int mkdir(const char *path, mode_t mode);
 int mkdir(const char *path, mode_t mode) { REAL(mkdir); slowly(path); return real(path, mode); }
 int unlink(const char *path);
@@ -169,30 +162,22 @@ def library(folder: Path, code: str) -> str:
     return str(built)
 
 
-def test_a_publication_of_14_seconds_is_waited_for(
+def test_slow_file_operations_slower_publications_and_long_logs_are_waited_for(
     tmp_path: Path, model_cache: Path, fast: Path
 ) -> None:
-    slow = library(tmp_path, RENAMES)
-    words = ("--recovery.lost_timeout", "5")
-    output = finish(start(tmp_path, "run", model_cache, *words, LD_PRELOAD=slow))
-    assert "trainer: writing weights version 1 (waits for disk)" in output
-    assert not (tmp_path / "run" / LOG).exists()
-    check_same(fast, tmp_path / "run")
-
-
-def test_each_file_operation_is_slow_and_the_logs_are_long(
-    tmp_path: Path, model_cache: Path, fast: Path
-) -> None:
-    """0.1 s for each, in the run directory, and logs of 200 MB before the run says anything."""
+    """0.1 s for each operation in the run directory, 7 s for each file of a version, and logs of
+    200 MB before the run says anything."""
     slow = library(tmp_path, OPERATIONS)
     folder = tmp_path / "slow-disk"
-    process = start(folder, "run", model_cache, LD_PRELOAD=slow)
+    words = ("--recovery.lost_timeout", "5")
+    process = start(folder, "run", model_cache, *words, LD_PRELOAD=slow)
     log = folder / "run" / "logs" / "attempt_1" / "orchestrator.log"
     eventually(log.exists, process)
     with log.open("ab") as file:
         for _ in range(200):
             file.write((b"x" * 1023 + b"\n") * 1024)
-    finish(process)
+    output = finish(process)
+    assert "trainer: writing weights version 1 (waits for disk)" in output
     assert not (folder / "run" / LOG).exists()
     check_same(fast, folder / "run")
 

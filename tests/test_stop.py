@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import warm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import lines_so_far
 
 from prime_rl.rundir.checkpoints import whole_steps
 
@@ -68,11 +68,6 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["run", str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", "mine", *more]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    whole = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in whole]
-
-
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -82,7 +77,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 
 
 def has_trained(run_dir: Path) -> Callable[[], bool]:
-    return lambda: len(lines(run_dir / "trainer.jsonl")) >= 2
+    return lambda: len(lines_so_far(run_dir / "trainer.jsonl")) >= 2
 
 
 def outcome(process: subprocess.Popen[str], code: int) -> str:
@@ -94,12 +89,12 @@ def outcome(process: subprocess.Popen[str], code: int) -> str:
 def check_stopped(run_dir: Path, output: str) -> int:
     """The last step of a run that has ended in order."""
     assert "stopping: saving weights (again: now)" in output
-    last = lines(run_dir / "trainer.jsonl")[-1]["step"]
+    last = lines_so_far(run_dir / "trainer.jsonl")[-1]["step"]
     assert f"Stopped at step {last}\n" in output and "Learning curve" in output
     assert json.loads((run_dir / "summary.json").read_text())["stopped_at"] == last
     assert (run_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     for key in ("train/agg/all/reward/mean", "optim/grad_norm"):
-        steps = [row["step"] for row in lines(run_dir / "metrics.jsonl") if key in row]
+        steps = [row["step"] for row in lines_so_far(run_dir / "metrics.jsonl") if key in row]
         assert steps == list(range(1, last + 1))
     said = output + "".join(path.read_text() for path in run_dir.glob("logs/latest/*.log"))
     for bad in ("ERROR", "Error:", "Traceback", "ConnectError"):
@@ -140,7 +135,9 @@ def test_ctrl_c_saves_the_last_version_and_the_printed_command_goes_on_from_it(
     resumed = start(*resume_command(output), "--max_steps", str(last + 2))
     output = outcome(resumed, 0)
     assert f"resuming from step {last} of" in output and "Stopped" not in output
-    assert [row["step"] for row in lines(run_dir / "trainer.jsonl")] == list(range(1, last + 3))
+    assert [row["step"] for row in lines_so_far(run_dir / "trainer.jsonl")] == list(
+        range(1, last + 3)
+    )
     assert whole_steps(run_dir) == [last, last + 2]  # what a run was resumed from stays
     assert json.loads((run_dir / "summary.json").read_text())["stopped_at"] is None
 
@@ -202,7 +199,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(
     process.send_signal(signal.SIGINT)
     output = outcome(process, 130)
     (last, *_) = [line for line in output.splitlines() if line.startswith("stopped at once; ")]
-    trained = lines(run_dir / "trainer.jsonl")[-1]["step"]
+    trained = lines_so_far(run_dir / "trainer.jsonl")[-1]["step"]
     assert last.endswith(f"no checkpoint yet; steps 1 to {trained} will be trained again")
     assert f"Run directory   {run_dir}" in output
     assert "Traceback" not in output and "Error" not in output
@@ -241,7 +238,7 @@ def test_a_run_whose_output_breaks_trains_to_its_end(
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["step"] for row in lines(tmp_path / "mine" / "trainer.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in lines_so_far(tmp_path / "mine" / "trainer.jsonl")] == [1, 2, 3]
     assert json.loads((tmp_path / "mine" / "summary.json").read_text())["stopped_at"] is None
     if broken != "closed":
         assert "The run goes on; see" in done.stderr
@@ -259,7 +256,7 @@ def test_a_terminal_that_closes_saves_and_stops_the_run(
     process.send_signal(signal.SIGHUP)
     process.stdout = None
     assert process.wait(timeout=PATIENCE) == 130
-    last = lines(run_dir / "trainer.jsonl")[-1]["step"]
+    last = lines_so_far(run_dir / "trainer.jsonl")[-1]["step"]
     assert whole_steps(run_dir) == [last]
     assert json.loads((run_dir / "summary.json").read_text())["stopped_at"] == last
     assert not processes_of(run_dir)

@@ -192,6 +192,39 @@ def test_the_first_environment_is_written_tested_and_trained_on(
 
 
 @pytest.mark.slow
+def test_an_agent_is_trained_scored_and_replaced_by_a_harness(
+    tmp_path: Path,
+    commands_folder: Path,
+    model_cache: Path,
+    tiny_reverse: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))  # with the model that tiny_reverse made
+    reader = Reader(tmp_path, commands_folder)
+    for block in blocks(DOCS / "agents.md"):
+        if block.language != "toml" or block.title:  # one table shows a key
+            reader.follow(block)
+    name = "train/agg/all/has_error/mean"
+    for run in ("first", "scored", "own"):
+        lines = (tmp_path / "outputs" / run / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        failed = [r[name] for r in records if name in r]
+        assert failed == [0.0], run
+
+
+@pytest.mark.slow
+def test_several_agents_are_trained_as_the_page_says(
+    tmp_path: Path, commands_folder: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
+    reader = Reader(tmp_path, commands_folder)
+    for block in blocks(DOCS / "several-agents.md"):
+        if block.language != "toml" or block.title:  # one table shows a key
+            reader.follow(block)
+    assert reader.commands
+
+
+@pytest.mark.slow
 def test_the_page_on_migrating_ends_with_a_package_that_gives_the_old_numbers(
     tmp_path: Path, commands_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import make_kernel, make_optimizer
 from prime_rl.wire import MicroBatch
-from prime_rl_kernels.attention import NAMES, register
 
 VOCAB = 61
 
@@ -72,14 +71,11 @@ def make_qwen3() -> Callable[..., Qwen3ForCausalLM]:
 
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
-    """The tiny model in double precision for exact comparisons. ``attention``: ``sdpa``, that of
-    transformers, or a kernel's."""
-    register()
+    """The tiny model in double precision for exact comparisons."""
 
     def make(attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
         tiny = tiny_qwen3(**changes).double()
-        names: dict[str, str] = {"sdpa": "sdpa", "varlen": NAMES["varlen"], "mask": NAMES["mask"]}
-        tiny.set_attn_implementation(names[attention])
+        tiny.set_attn_implementation(attention)
         return tiny
 
     return make
@@ -94,7 +90,7 @@ def model_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def _pack(
+def pack_documents(
     documents: Sequence[Sequence[int]],
     *,
     prompt: int = 1,
@@ -119,7 +115,7 @@ def _pack(
     )
 
 
-def _random_documents(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def random_documents_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random token ids."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1, VOCAB, length).tolist() for length in lengths]
@@ -128,16 +124,16 @@ def _random_documents(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 @pytest.fixture
 def pack() -> Callable[..., MicroBatch]:
     """Documents to a micro batch."""
-    return _pack
+    return pack_documents
 
 
 @pytest.fixture
 def random_documents() -> Callable[..., list[list[int]]]:
     """Lengths to documents of random tokens."""
-    return _random_documents
+    return random_documents_of
 
 
 @pytest.fixture
 def batches() -> list[MicroBatch]:
     """Ten micro batches, unlike each other."""
-    return [_pack(_random_documents([9, 5], seed=seed)) for seed in range(10)]
+    return [pack_documents(random_documents_of([9, 5], seed=seed)) for seed in range(10)]

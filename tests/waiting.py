@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import selectors
 import subprocess
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,6 +36,12 @@ async def until(condition: Callable[[], Any], pause: float = 0.005) -> None:
     async with asyncio.timeout(LIMIT):
         while not condition():
             await asyncio.sleep(pause)
+
+
+def lines_so_far(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file, which a process may be writing: the last may be half."""
+    whole = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in whole]
 
 
 class Clock:

@@ -6,6 +6,10 @@ for all of a session's tests, which has imported everything once and forks::
 
     nursery -> prime-rl run -> engine, trainer, orchestrator
 
+The nursery is a fork server (``prime_rl_app.forkserver``), as runs have one for engine and trainer
+and one for workers. It forks whole command lines, those of the other two among them. Where core is
+alone, ``Popen`` starts an ordinary process.
+
 Process id, signals, session, files, environment, working directory, ``sys.path``, command line and
 exit code are those of an ordinary child. Not so: interpreter options except ``-W``, the hash seed
 (forks share one), what imports do, and plugins that are installed for the test. Tests of these use
@@ -14,25 +18,27 @@ exit code are those of an ordinary child. Not so: interpreter options except ``-
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
 import runpy
-import select
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
+
+try:
+    from prime_rl_app import forkserver
+except ImportError:  # core is alone
+    forkserver = None  # type: ignore[assignment]
 
 IMPORTS = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -52,12 +58,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """What libraries read while they are imported."""
-LARGEST = 1 << 17
-"""Bytes of a request: arguments and environment."""
-PADDING = "-" * 2048
-"""Space for the command lines of forks: they overwrite the nursery's own."""
-
-
 ADDRESS = "PRIME_RL_TEST_NURSERY"
 """Where the nursery listens: an environment variable, for all processes of pytest. Without one,
 and elsewhere than on Linux, ``Popen`` starts an ordinary process."""
@@ -78,6 +78,7 @@ class Popen(subprocess.Popen[Any]):
         if argv[0] != sys.executable or not can_fork:
             return super()._execute_child(args, *rest)  # type: ignore[misc]
         request = {
+            "id": "",  # a connection has one
             "argv": argv,
             "env": dict(os.environ if given["env"] is None else given["env"]),
             "cwd": os.fspath(given["cwd"] or os.getcwd()),
@@ -90,11 +91,14 @@ class Popen(subprocess.Popen[Any]):
             sys.stderr.flush()
             self.pid = os.fork()
             if not self.pid:
-                become(request, files)
+                for name in ("to_stdin", "from_stdout", "from_stderr"):
+                    if given[name] != -1:  # else our standard input never ends
+                        os.close(given[name])
+                forkserver.become(request, files, run_here)
         else:
             self._nursery = connect()
-            socket.send_fds(self._nursery, [json.dumps(request).encode()], files)
-            self.pid = int(self._nursery.recv(LARGEST))
+            forkserver.ask(self._nursery, request, files)
+            self.pid = json.loads(self._nursery.recv(forkserver.LARGEST))["pid"]
         self._child_created = True
         ends = "stdin to_stdin from_stdout stdout from_stderr stderr"
         self._close_pipe_fds(*(given[name] for name in ends.split()))  # type: ignore[attr-defined]
@@ -104,11 +108,13 @@ class Popen(subprocess.Popen[Any]):
             return super()._try_wait(flags)  # type: ignore[misc, no-any-return]
         self._nursery.setblocking(not flags & os.WNOHANG)
         try:
-            status = self._nursery.recv(LARGEST)
+            answer = self._nursery.recv(forkserver.LARGEST)
         except BlockingIOError:
             return 0, 0
         self._nursery.close()
-        return self.pid, int(status or signal.SIGKILL)  # nothing: the nursery has ended
+        # Nothing: the nursery has ended.
+        code = json.loads(answer)["status"] if answer else -signal.SIGKILL
+        return self.pid, code << 8 if code >= 0 else -code
 
     def _internal_poll(self, *args: Any, **given: Any) -> int | None:
         if self._nursery is None:
@@ -140,9 +146,11 @@ SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 
 
 def can_fork_here(argv: Sequence[str]) -> bool:
-    """Whether a process of a run starts another, and has no threads, which would be missing."""
+    """Whether a process of a run starts another, and has no threads, which would be missing: but
+    the supervisor's own, whose work is in the supervisor."""
     option, module, *_ = [*(part for part in argv[1:] if part != "-P"), "", ""]
-    return option == "-m" and module.startswith("prime_rl") and threading.active_count() == 1
+    threads = {thread.name for thread in threading.enumerate()} - {"MainThread", "log limit"}
+    return option == "-m" and module.startswith("prime_rl") and not threads
 
 
 _is_fork = False
@@ -166,110 +174,32 @@ def nursery() -> Iterator[None]:
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, __file__, str(listener.fileno()), PADDING],
+            [sys.executable, __file__, forkserver.ROOM],
             env=os.environ | ENVIRONMENT,
-            stdin=subprocess.PIPE,  # its end is the nursery's
-            pass_fds=[listener.fileno()],
+            stdin=listener.fileno(),
             start_new_session=True,  # Ctrl-C is for pytest, which ends it
         )
         with process:
-            yield
+            try:
+                yield
+            finally:
+                process.terminate()
         del os.environ[ADDRESS]
 
 
-def serve(listener: socket.socket) -> None:
-    """Fork for each connection, and tell it the exit status; until the tests end."""
-    if listener not in select.select([listener, sys.stdin], [], [])[0]:
-        return
-    import_all()
-    from prime_rl.rundir.launch import PARENT_PID
-
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin, selectors.EVENT_READ)
-    forks: dict[int, tuple[int, socket.socket]] = {}  # by file descriptor
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
-                return
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
-                pid = os.fork()
-                if not pid:
-                    for file, (_, other) in forks.items():
-                        os.close(file)
-                        other.close()
-                    for each in (selector, listener, connection):
-                        each.close()
-                    request = json.loads(message)
-                    if PARENT_PID in request["env"]:  # it ends with the nursery
-                        request["env"][PARENT_PID] = str(os.getppid())
-                    become(request, files)
-                for file in files:
-                    os.close(file)
-                connection.send(str(pid).encode())
-                fork = os.pidfd_open(pid)
-                forks[fork] = pid, connection
-                selector.register(fork, selectors.EVENT_READ)
-            else:
-                pid, connection = forks.pop(key.fd)
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                with connection, suppress(OSError):  # nothing may wait for it any more
-                    connection.send(str(os.waitpid(pid, 0)[1]).encode())
-
-
-def import_all() -> None:
-    """What is installed. It lives as long as all forks, so no garbage collection walks it."""
-    gc.disable()
-    for name in IMPORTS:
+def import_installed() -> None:
+    """What is installed."""
+    plugins = [*entry_points(group="prime_rl"), *entry_points(group="prime_rl.trainer")]
+    for name in (*IMPORTS, *(plugin.module for plugin in plugins)):
         with suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
 
 
-def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Be the process that was asked for, in this fork, from start to end."""
+def run_here(argv: Sequence[str]) -> None:
+    """As Python does: ``[-W FILTER] [-P] (-m MODULE | -c CODE | FILE) ARGUMENTS``."""
     global _is_fork
     _is_fork = True
-    code = 1
-    try:
-        if request["session"]:
-            os.setsid()
-        for number, file in enumerate(map(os.dup, files)):
-            os.dup2(file, number)
-            os.close(file)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.clear()
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        from prime_rl_app.forks import show
-
-        show(request["argv"], request["env"])
-        run_here(request["argv"][1:])
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def run_here(arguments: list[str]) -> None:
-    """As Python does: ``[-W FILTER] [-P] (-m MODULE | -c CODE | FILE) ARGUMENTS``."""
+    _, *arguments = argv
     subprocess.Popen = Popen  # type: ignore[misc]
     sys.path[0] = ""
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -293,4 +223,4 @@ def run_here(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    forkserver.main(import_installed, keeps=True, run=run_here)

@@ -38,6 +38,8 @@ TESTS = (
     *("plugins/prime_rl_embedded/tests", "plugins/prime_rl_kernels/tests"),
     *("plugins/prime_rl_renderers/tests", "plugins/prime_rl_lora/tests"),
     *("core/tests/trainer", "core/tests/env", "tests/test_model_families.py"),
+    *("tests/test_ranks.py", "tests/test_fake_cuda.py", "plugins/prime_rl_optimizers/tests"),
+    "plugins/prime_rl_environments/tests/test_in_process_env.py",
     "tests/test_first_run.py",
 )
 """The engine, the kernels, the renderers, LoRA, the trainer, the environments, the first run."""
@@ -46,7 +48,7 @@ TESTS = (
 def requirements(folder: Path = ROOT) -> Iterator[tuple[Path, Requirement]]:
     """Every requirement of every ``pyproject.toml``, extras included."""
     for path in pyprojects(folder):
-        project = tomllib.loads(path.read_text())["project"]
+        project = tomllib.loads(path.read_text("utf-8"))["project"]
         extras = project.get("optional-dependencies", {}).values()
         for lines in (project.get("dependencies", []), *extras):
             for line in lines:
@@ -115,7 +117,7 @@ def make_environment(folder: Path, choices: list[Choice]) -> Path:
     behind = [each for each in sys.path if each.endswith("site-packages")]
     # addsitedir, because a .pth file of that folder (an editable install) counts too.
     lines = [f"import site; site.addsitedir({each!r})\n" for each in behind]
-    (packages / "behind.pth").write_text("".join(lines))
+    (packages / "behind.pth").write_text("".join(lines), "utf-8")
 
     wanted = [f"{each.name}=={each.version}" for each in choices if not each.skipped]
     options = (

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tools.wheel_sources import sources, versions
 
-from prime_rl_vllm.arguments import DEFAULTS, OWNED
+from prime_rl_vllm.arguments import DEFAULTS, NOTED, OWNED
 from prime_rl_vllm.cpu_start import ENVIRONMENT, SETTINGS
 from prime_rl_vllm.front import SALTED
 from prime_rl_vllm.schema import _PASSED
@@ -66,6 +66,7 @@ OWN_ROUTES = {"/inference/v1/generate"}
 ARGUMENTS = (
     *("enable_sleep_mode", "enable_lora", "max_lora_rank", "enforce_eager", "dtype"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("load_format", "watermark_config"),
 )
 """Arguments that the plugin reads or sets outside its tables."""
 COMMAND_LINE = ("vllm/engine/arg_utils.py", "vllm/entrypoints/*/cli_args.py")
@@ -91,7 +92,7 @@ class Wheel:
 
     def tree(self, path: Path) -> ast.Module:
         if path not in self._trees:
-            self._trees[path] = ast.parse(path.read_text())
+            self._trees[path] = ast.parse(path.read_text("utf-8"))
         return self._trees[path]
 
     def files(self, pattern: str) -> list[Path]:
@@ -159,7 +160,8 @@ class Wheel:
 
     @cached_property
     def arguments(self) -> set[str]:
-        """Of the command line: fields of the classes of arguments, and what is added one by one."""
+        """Arguments of the command line: fields of the classes of arguments, and what is added one
+        by one."""
         names: set[str] = set()
         for pattern in COMMAND_LINE:
             for path in self.files(pattern):
@@ -251,15 +253,15 @@ def problems(wheel: Wheel) -> list[str]:
     """What the plugin uses and this version lacks; empty: the plugin supports it."""
     lacking: list[str] = []
     for path in sorted(PLUGIN.glob("*.py")):
-        tree = ast.parse(path.read_text())
-        lacking += [f"{path.name}: {each}" for each in _imports(wheel, tree)]
+        tree = ast.parse(path.read_text("utf-8"))
+        lacking += [f"{path.name}: {each}" for each in failing_imports(wheel, tree)]
         lacking += [f"{path.name}: {each}" for each in _members(wheel, tree, path.stem)]
 
     for owner, fields in FIELDS.items():
         members = wheel.members(owner)
         lacking += [f"{owner} has no {name}" for name in fields if name not in members]
 
-    server = ast.parse((PLUGIN / "server.py").read_text())
+    server = ast.parse((PLUGIN / "server.py").read_text("utf-8"))
     ours = {
         str(key.value)
         for node in ast.walk(server)
@@ -267,7 +269,7 @@ def problems(wheel: Wheel) -> list[str]:
         for key in getattr(node.value, "keys", [])
     }
     assert ours, "server.py sets no arguments in `ours`"
-    for name in sorted({*ours, *OWNED, *DEFAULTS, *SETTINGS, *ARGUMENTS}):
+    for name in sorted({*ours, *OWNED, *DEFAULTS, *NOTED, *SETTINGS, *ARGUMENTS}):
         if name not in wheel.arguments:
             lacking.append(f"no argument {name}")
 
@@ -277,15 +279,16 @@ def problems(wheel: Wheel) -> list[str]:
 
     used = set(ENVIRONMENT)
     for path in PLUGIN.glob("*.py"):
-        used |= set(VARIABLE.findall(path.read_text()))
+        used |= set(VARIABLE.findall(path.read_text("utf-8")))
     for name in sorted(used - wheel.variables - NOT_READ):
         if name.startswith("VLLM_"):
             lacking.append(f"no environment variable {name}")
     return lacking
 
 
-def _imports(wheel: Wheel, tree: ast.Module) -> Iterator[str]:
-    """Imports of vLLM that fail. Of a ``try`` with ``except ImportError`` one way has to work."""
+def failing_imports(wheel: Wheel, tree: ast.Module, package: str = "vllm") -> Iterator[str]:
+    """Imports of a package that fail. One branch of a ``try`` with ``except ImportError`` has to
+    work."""
     handled: set[ast.AST] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Try):
@@ -295,7 +298,12 @@ def _imports(wheel: Wheel, tree: ast.Module) -> Iterator[str]:
             continue
         ways = [node.body, *(handler.body for handler in node.handlers)]
         failures = [
-            [lack for each in way for part in ast.walk(each) for lack in _lacks(wheel, part)]
+            [
+                lack
+                for each in way
+                for part in ast.walk(each)
+                for lack in _lacks(wheel, part, package)
+            ]
             for way in ways
         ]
         handled |= {part for way in ways for each in way for part in ast.walk(each)}
@@ -303,17 +311,17 @@ def _imports(wheel: Wheel, tree: ast.Module) -> Iterator[str]:
             yield " and ".join(failure[0] for failure in failures)
     for node in ast.walk(tree):
         if node not in handled:
-            yield from _lacks(wheel, node)
+            yield from _lacks(wheel, node, package)
 
 
-def _lacks(wheel: Wheel, node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+def _lacks(wheel: Wheel, node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
         for each in node.names:
             if not wheel.defines(str(node.module), each.name):
                 yield f"cannot import {each.name} from {node.module}"
     if isinstance(node, ast.Import):
         for each in node.names:
-            if each.name.split(".")[0] == "vllm" and wheel.module(each.name) is None:
+            if each.name.split(".")[0] == package and wheel.module(each.name) is None:
                 yield f"no module {each.name}"
 
 
@@ -400,7 +408,7 @@ def newest_of_minors() -> list[str]:
 
 def declared_range() -> tuple[tuple[int, int], tuple[int, int]]:
     """The oldest and the newest minor version that the plugin accepts."""
-    match = BOUNDS.search((ROOT / INTERPRETER).read_text())
+    match = BOUNDS.search((ROOT / INTERPRETER).read_text("utf-8"))
     assert match is not None, f"{INTERPRETER} has no OLDEST, NEWEST"
     numbers = [int(each) for each in match.groups()]
     return (numbers[0], numbers[1]), (numbers[2], numbers[3])
@@ -415,10 +423,10 @@ def write_range(oldest: tuple[int, int], newest: tuple[int, int]) -> None:
     """Where the repository declares it."""
     for name in DECLARED:
         path = ROOT / name
-        path.write_text(RANGE.sub(requirement(oldest, newest), path.read_text()))
+        path.write_text(RANGE.sub(requirement(oldest, newest), path.read_text("utf-8")), "utf-8")
     path = ROOT / INTERPRETER
     bounds = f"OLDEST = {oldest}\nNEWEST = {newest}"
-    path.write_text(BOUNDS.sub(bounds, path.read_text()))
+    path.write_text(BOUNDS.sub(bounds, path.read_text("utf-8")), "utf-8")
 
 
 def main() -> int:

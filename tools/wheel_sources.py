@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -31,7 +32,7 @@ class NoRegistry(Exception):
 
 
 def cache_folder() -> Path:
-    """Of the user."""
+    """The user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "prime-rl" / "wheels"
 
@@ -55,7 +56,7 @@ def sources(package: str, version: str) -> Path:
         unpacked = Path(scratch) / "files"
         url = _url(package, version)
         try:
-            _unpack(Remote(url), unpacked)
+            _unpack(_opened(url), unpacked)
         except (OSError, NoRanges):
             options = ("--no-deps", "--only-binary=:all:", "--dest", scratch)
             _pip("download", *options, f"{package}=={version}")
@@ -65,6 +66,14 @@ def sources(package: str, version: str) -> Path:
         with contextlib.suppress(OSError):  # another process has put it there
             unpacked.rename(folder)
     return folder
+
+
+def _opened(url: str) -> Any:
+    """The wheel at a URL of pip's, which may name a file of this machine."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file":
+        return urllib.request.url2pathname(parts.path)
+    return Remote(url)
 
 
 def _url(package: str, version: str) -> str:
@@ -121,16 +130,18 @@ class Remote(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        if self._place >= self._size:
-            return 0
-        if not self._start <= self._place < self._start + len(self._block):
-            self._start = self._place
-            self._block, _ = self._ask(self._place, min(self._place + BLOCK, self._size))
-        begin = self._place - self._start
-        part = self._block[begin : begin + len(buffer)]
-        buffer[: len(part)] = part
-        self._place += len(part)
-        return len(part)
+        """All of ``buffer``, from several blocks if need be: less means that the file ends."""
+        done = 0
+        while done < len(buffer) and self._place < self._size:
+            if not self._start <= self._place < self._start + len(self._block):
+                self._start = self._place
+                self._block, _ = self._ask(self._place, min(self._place + BLOCK, self._size))
+            begin = self._place - self._start
+            part = self._block[begin : begin + len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            self._place += len(part)
+            done += len(part)
+        return done
 
 
 def _unpack(file: Any, folder: Path) -> None:

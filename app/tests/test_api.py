@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from report_runs import make_run
 from typer.testing import CliRunner
+from waiting import LIMIT, eventually
 
 import prime_rl
 from prime_rl import ConfigError, RunError
@@ -181,6 +183,56 @@ def test_the_example_script_trains_and_looks(model_cache, tmp_path):
         assert line in done.stdout, done.stdout
 
 
+CELLS = """
+import os
+import prime_rl
+
+try:
+    prime_rl.train(
+        {config!r}, max_steps=1000, output_dir={folder!r}, run={{"name": "cell"}}, **{small!r}
+    )
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+
+run = prime_rl.Run("cell", {folder!r})
+print(run.state, run.step > 0, run.weights.is_dir(), flush=True)
+again = run.resume(max_steps=run.step + 1)
+print(again.state, again.path == run.path, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_stop_button_of_a_notebook_ends_the_run_and_not_the_kernel(model_cache, tmp_path):
+    """A notebook's server sends SIGINT to the kernel's process group, and so to every process that
+    the kernel has started. The next cells go on."""
+    small = {
+        "model.warmup_exact": 0.0,
+        "orchestrator": {"batch_size": 8, "group_size": 4, "eval": {"env": []}},
+        "orchestrator.pre_batch_filters": [],
+        "orchestrator.post_batch_filters": [],
+        "trainer.scheduler": {"type": "constant", "warmup_steps": 0},
+    }
+    code = CELLS.format(config=str(GRPO), folder=str(tmp_path), small=small)
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        eventually((tmp_path / "cell" / "trainer.jsonl").exists, kernel)
+        os.killpg(kernel.pid, signal.SIGINT)
+        out, err = kernel.communicate(timeout=LIMIT)
+    finally:
+        if kernel.poll() is None:
+            os.killpg(kernel.pid, signal.SIGKILL)
+    assert kernel.returncode == 0, err
+    shown = [line for line in out.splitlines() if line in SHOWN]
+    assert shown == SHOWN, out + err
+
+
+SHOWN = ["interrupted", "stopped True True", "done True"]
+
+
 def test_chat_needs_the_weights_of_a_run_that_has_ended(run):
     said = CliRunner().invoke(app, ["chat", "mine", "--output-dir", str(run.path.parent)])
     assert said.exit_code == 1 and "mine" in said.output and "error: " in said.output
@@ -213,6 +265,17 @@ def is_in(reply, answer):
         ({"prompts": SUMS, "reward": lambda x: 1, "model": "tiny-chat"}, "'x' is no column"),
         ({"prompts": SUMS, "reward": is_in, "model": "tiny-chat", "on_step": 3}, "on_step: expe"),
         ({"prompts": SUMS, "reward": is_in, "model": "tiny-chap"}, "'tiny-chap' is no folder, no"),
+        ({"prompts": SUMS, "reward": 3, "model": "tiny-chat"}, "reward: got 3, expected a funct"),
+        ({"prompts": SUMS, "reward": [is_in, 3], "model": "tiny-chat"}, "reward: got 3, expected"),
+        ({"prompts": SUMS, "reward": [], "model": "tiny-chat"}, r"reward: got \[\], expected"),
+        (
+            {"prompts": SUMS, "reward": is_in, "model": "tiny-chat", "eval_prompts": ["a"]},
+            "eval_prompts: reward .*'answer' is no column",
+        ),
+        (
+            {"prompts": SUMS, "reward": is_in, "model": "tiny-chat", "learning_rate": 1e-5},
+            "learning_rate: unknown key; did you mean 'trainer.optim.lr'",
+        ),
     ],
 )
 def test_prompts_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
@@ -246,7 +309,7 @@ def test_the_config_of_prompts_and_a_reward(tmp_path):
     assert len(made["orchestrator"]["eval"]["env"]) == 1
     assert made["orchestrator"]["workers"]["pass_env"] == ["PRIME_RL_FUNCTIONS_KEY"]
     assert made["seq_len"] == 64 and made["orchestrator"]["batch_size"] == 32
-    assert made["orchestrator"]["renderer"] == {"name": "default"}
+    assert "renderer" not in made["orchestrator"]  # auto chooses by the tokenizer
 
 
 def test_a_model_goes_to_a_folder_and_to_nothing_else(run, tmp_path, monkeypatch):
@@ -283,6 +346,16 @@ def test_a_model_goes_to_a_folder_and_to_nothing_else(run, tmp_path, monkeypatch
     with pytest.raises(RunError, match="uploading to 'me/mine' failed: ZeroDivisionError"):
         run.push("me/mine")
 
+    class TransportError(Exception):  # as HTTP clients call it
+        pass
+
+    def unreachable(*args, **options):
+        raise type("ConnectError", (TransportError,), {})("Name or service not known")
+
+    monkeypatch.setattr(Api, "create_repo", unreachable)
+    with pytest.raises(RunError, match=r"hub cannot be reached \(Name or.*model is in .*weights"):
+        run.push("me/mine")
+
 
 def test_callbacks_come_once_per_trained_step_and_what_they_raise_ends_the_run(tmp_path):
     from prime_rl import PluginConfig
@@ -291,7 +364,7 @@ def test_callbacks_come_once_per_trained_step_and_what_they_raise_ends_the_run(t
 
     seen = []
     inner = RunView(PluginConfig(), tmp_path, 3)
-    view = CallingView(inner, [lambda: seen.append(1), lambda: seen.append(2)], 1)
+    view = CallingView(inner, [seen.append, lambda step: seen.append(-step)], 1)
     rows = tmp_path / "metrics.jsonl"
     view.refresh()
     rows.write_text('{"step": 1, "optim/lr": 1}\n{"step": 2, "a": 1}\n')
@@ -300,10 +373,40 @@ def test_callbacks_come_once_per_trained_step_and_what_they_raise_ends_the_run(t
     rows.write_text(rows.read_text() + '{"step": 2, "optim/lr": 1}\n{"step": 3, "optim/lr": 1}\n')
     view.refresh()
     view.refresh()
-    assert seen == [1, 2, 1, 2]
-    failing = CallingView(inner, [lambda: 1 / 0], 0)
+    assert seen == [2, -2, 3, -3]
+    failing = CallingView(inner, [lambda step: 1 / 0], 0)
     with pytest.raises(ZeroDivisionError):
         failing.refresh()
+
+
+def test_a_callback_sees_the_run_as_it_was_after_its_step(run):
+    newest = run.step
+    assert newest >= 2
+    earlier = prime_rl.Run(run.path, up_to=1)
+    assert earlier.step == 1
+    assert earlier.metrics.column("step").to_pylist() == [0, 1]
+    with pytest.raises(RunError, match=r"no rollouts of step 2 are saved \(saved: 1 to 1\)"):
+        list(earlier.rollouts(2))
+    assert len(list(earlier.rollouts())) < len(list(run.rollouts()))
+
+
+def test_the_functions_of_a_notebook_cell_travel(tmp_path):
+    """A cell's functions are in ``__main__`` and in no file: their source cannot be read again."""
+    cell = {"__name__": "__main__"}
+    code = "bonus = 2.0\nasync def graded(reply, answer):\n    return bonus * (reply == answer)\n"
+    exec(compile(code, "<ipython-input-1>", "exec"), cell)
+    rows = [{"prompt": "a", "answer": "b"}]
+    env = prime_rl.function_env(rows, cell["graded"], output_dir=tmp_path)
+    check = (
+        "import asyncio, sys\n"
+        "from function.load import load_functions\n"
+        "(graded,) = load_functions((), sys.argv[1])\n"
+        "print(asyncio.run(graded(reply='b', answer='b')))"
+    )
+    path = env["args"]["functions"]
+    command = [sys.executable, "-c", check, path]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout == "2.0\n", done.stderr
 
 
 SCRIPT = """
@@ -333,7 +436,7 @@ if __name__ == "__main__":
         max_steps=2,
         orchestrator={"batch_size": 8, "group_size": 4, "post_batch_filters": []},
     )
-    assert len(seen) == 2 and seen[-1] == 2, seen  # two steps may end at once
+    assert seen == [1, 2], seen
     rollouts = list(run.rollouts())
     for rollout in rollouts:
         reply, answer = rollout.reply, rollout.prompt[::-1]

@@ -1,8 +1,10 @@
 """The command line, through the real entry point and through typer's runner."""
 
 import inspect
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +14,7 @@ import pytest
 from commandline import prime_rl
 from typer.main import get_group
 from typer.testing import CliRunner
+from waiting import LIMIT
 
 from prime_rl.config.run import RunConfig
 from prime_rl_app.cli import main
@@ -60,7 +63,7 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml)
 
 
 def test_a_full_disk_is_one_message_too(tmp_path, toml, monkeypatch, capsys):
-    def full(self, text):
+    def full(self, text, encoding):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
@@ -118,35 +121,35 @@ def register_commands(cli, plugins):
 
 def test_the_help_lists_commands_of_the_commands_group_only(tmp_path, site):
     site("walk", "[prime_rl]\nwalk = walk\n", WALK)
-    assert "walk" not in prime_rl("--help", cwd=tmp_path).stdout
+    assert "walk" not in prime_rl("--help", cwd=tmp_path, fork=False).stdout
     site("more", "[prime_rl.commands]\nwalk = walk\n")
-    assert "walk" in prime_rl("--help", cwd=tmp_path).stdout
-    assert "walk" in prime_rl("plugins", "--help", cwd=tmp_path).stdout
+    assert "walk" in prime_rl("--help", cwd=tmp_path, fork=False).stdout
+    assert "walk" in prime_rl("plugins", "--help", cwd=tmp_path, fork=False).stdout
 
 
 def test_a_command_of_any_plugin_runs(tmp_path, site):
     site("walk", "[prime_rl]\nwalk = walk\n", WALK)
     site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
-    assert prime_rl("walk", cwd=tmp_path).stdout == "walks\n"
-    assert prime_rl("plugins", "walk", cwd=tmp_path).stdout == "walks plugins\n"
+    assert prime_rl("walk", cwd=tmp_path, fork=False).stdout == "walks\n"
+    assert prime_rl("plugins", "walk", cwd=tmp_path, fork=False).stdout == "walks plugins\n"
 
 
 def test_a_command_that_is_not_installed_names_its_package(tmp_path, site):
     site("index", "[prime_rl.known]\ncommand.walk = prime_rl_walk\ncommand.plugins.run = a_b\n")
-    done = prime_rl("walk", cwd=tmp_path)
+    done = prime_rl("walk", cwd=tmp_path, fork=False)
     assert done.returncode == 2
     assert "no command 'walk' is installed. Run: pip install prime-rl-walk" in done.stderr
-    assert "Run: pip install a-b" in prime_rl("plugins", "run", cwd=tmp_path).stderr
+    assert "Run: pip install a-b" in prime_rl("plugins", "run", cwd=tmp_path, fork=False).stderr
 
 
 def test_a_broken_plugin_hides_no_command_of_the_others(tmp_path, site):
     site("bad", "[prime_rl]\nbad = bad\n[prime_rl.commands]\nbad = bad\n", "import no_such_one")
-    done = prime_rl("--help", cwd=tmp_path)
+    done = prime_rl("--help", cwd=tmp_path, fork=False)
     assert done.returncode == 0 and "report" in done.stdout
     assert "Commands of these plugins are missing: plugin 'bad' (bad 0.1) failed to import" in (
         " ".join(done.stdout.split())
     )
-    assert "failed to import" in prime_rl("walk", cwd=tmp_path).stderr
+    assert "failed to import" in prime_rl("walk", cwd=tmp_path, fork=False).stderr
 
 
 def test_files_first_then_overrides():
@@ -167,7 +170,7 @@ def test_help_shows_the_commands():
 
 
 def test_core_alone_has_the_command_run_and_no_other(tmp_path):
-    alone = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
+    alone = "import importlib.metadata as m; m.entry_points = lambda **_: m.EntryPoints()"
     code = f"{alone}; import sys; from prime_rl_app.cli import main; main()"
 
     def typed(*words):
@@ -233,3 +236,39 @@ def test_help_is_wrapped_once():
         for line, following in pairwise(lines):
             if line and following:  # else the end of a paragraph
                 assert len(line) + 1 + len(following.split()[0]) > 77, (line, following)
+
+
+# -- completion by a real shell -------------------------------------------------------------------
+
+ASK = """
+eval "$(prime-rl --show-completion bash)"
+complete -p prime-rl > complete.txt
+function_name=$(sed -n 's/.* -F \\([^ ]*\\) .*/\\1/p' complete.txt)
+ask() {
+    COMP_WORDS=("$@")
+    COMP_CWORD=$(($# - 1))
+    COMPREPLY=()
+    "$function_name" "$1" "${@: -1}" "${@: -2:1}"  # as bash calls it
+    echo "${COMPREPLY[@]}"
+}
+ask prime-rl stat
+ask prime-rl plugins pro
+ask prime-rl status a-r
+ask prime-rl run --dry
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_commands_options_and_names_of_runs(tmp_path):
+    """By the script that ``prime-rl --show-completion`` prints."""
+    for name in ("a-run", "a-race", "b-run"):
+        (tmp_path / "outputs" / name / "configs").mkdir(parents=True)
+        (tmp_path / "outputs" / name / "configs" / "run.json").write_text("{}")
+    folder = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-c", ASK], cwd=tmp_path, timeout=LIMIT,
+        env=os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["status", "prove", "a-race a-run", "--dry-run"], done.stderr

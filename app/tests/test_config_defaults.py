@@ -4,12 +4,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, ConfigWarning
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ALGORITHM, ENGINE, LOSS, RENDERER, SAMPLER, collect
 from prime_rl_app import config as load
-from prime_rl_app.config import build_config, installed_defaults, load_config, without_replaced
+from prime_rl_app.config import build_config, installed_defaults, load_config
 from prime_rl_app.resolve import check
 
 LEAST = {"model": {"name": "m/m"}, "max_steps": 3}
@@ -47,19 +47,26 @@ def test_the_defaults_of_prime_rl_name_installed_plugins():
     assert [*names.values()] == ["grpo", "auto", "standard", "embedded", "default"]
     for kind, name in names.items():
         assert any(name in collect(each, kind) for each in hooks)
-    assert any(config.orchestrator.buffer_sampler in collect(each, SAMPLER) for each in hooks)
+    older = installed_defaults()["orchestrator"]["buffer_sampler"]
+    assert any(older in collect(each, SAMPLER) for each in hooks)
     assert config.orchestrator.train.harness == {"id": "in-process"}
     assert config.orchestrator.eval.harness == {"id": "in-process"}
 
 
-def test_a_buffer_takes_the_place_of_the_default_sampler_only():
-    config = build_config(LEAST | {"orchestrator": {"buffer": {}}}).orchestrator
-    assert (config.sampler.type, config.sampler_table.type) == ("", "difficulty_pools")
-    with pytest.raises(ConfigError, match=r"is short for a sampler .* Keep one of them"):
-        build_config(LEAST | {"orchestrator": {"buffer": {}, "sampler": {"type": "mine"}}})
-    older = {"buffer": {}, "sampler": {"type": "standard"}}  # as a run.json had it: the default
-    assert without_replaced({"orchestrator": older}) == {"orchestrator": {"buffer": {}}}
-    assert build_config(LEAST | {"orchestrator": older}).orchestrator == config
+def test_a_buffer_of_an_earlier_version_is_the_sampler_with_its_settings():
+    table = {"orchestrator": {"buffer": {"easy_threshold": 0.9}}}
+    with pytest.warns(ConfigWarning, match="is read as orchestrator.sampler. Write that"):
+        sampler = build_config(LEAST | table).orchestrator.sampler
+    assert sampler.type == "difficulty_pools" and sampler.settings == {"easy_threshold": 0.9}
+
+    # As a run.json of that version has it: with the default of the sampler.
+    table["orchestrator"]["sampler"] = {"type": "standard"}
+    with pytest.warns(ConfigWarning, match="is read as orchestrator.sampler"):
+        assert build_config(LEAST | table).orchestrator.sampler == sampler
+
+    table["orchestrator"]["sampler"] = {"type": "mine"}
+    with pytest.warns(ConfigWarning, match="is ignored.*orchestrator.sampler is set"):
+        assert build_config(LEAST | table).orchestrator.sampler.type == "mine"
 
 
 def test_a_file_of_the_run_overrides_the_defaults(offer, tmp_path):
@@ -146,3 +153,22 @@ def test_a_run_with_engines_elsewhere_has_no_engine_of_its_own():
     assert build_config(LEAST | {"inference": elsewhere}).inference.engine == ""
     with pytest.raises(ConfigError, match="engine says how to start an engine"):
         build_config(LEAST | {"inference": elsewhere | {"engine": "vllm"}})
+
+
+def test_a_misspelled_key_of_the_group_is_reported_once():
+    with pytest.raises(ConfigError) as caught:
+        build_config(
+            {
+                "model": {"name": "m/m"},
+                "max_steps": 3,
+                "orchestrator": {
+                    "train": {
+                        "env": [{"id": "e", "sampling": {"max_completion_tokens": 64}}],
+                        "sampling": {"temprature": 0.7},
+                    }
+                },
+            }
+        )
+    assert str(caught.value) == (
+        "orchestrator.train.sampling.temprature: unknown key; did you mean 'temperature'?"
+    )

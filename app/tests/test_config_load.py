@@ -4,9 +4,11 @@ import tomllib
 
 import pytest
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, Filter, Monitor, Observer, PluginConfig, hookimpl
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.registry.manager import Hooks
+from prime_rl.registry.offers import ALGORITHM, ENGINE, FILTER, LOSS, MODEL, SOURCE, TUNING
 from prime_rl_app.config import (
     build_config,
     fitted,
@@ -228,6 +230,10 @@ def message(toml, text, overrides=()):
         ("--trainer.dtype=fp16",
          "trainer.dtype: Input should be 'auto', 'float32' or 'bfloat16' (got 'fp16')"),
         ("--deployment.trainer_gpus=x", "deployment.trainer_gpus: expected a list (got 'x')"),
+        (
+            "--deployment.trainer_gpus=4",
+            "deployment.trainer_gpus: expected a list (got 4). Write it in brackets: [4]",
+        ),
         ("--trainer.optim=true", "trainer.optim: expected a table of keys (got True)"),
         ("--inference.base_url=here:80", "inference.base_url: 'here:80' is no URL of an engine: "
          "expected http:// or https://, a host and perhaps a port and a path, without spaces, such "
@@ -273,7 +279,7 @@ def test_files_that_cannot_be_read(toml, tmp_path):
         load_config([tmp_path / "nowhere.toml"])
     with pytest.raises(ConfigError, match=r"run\.toml: not a TOML file: .*line 1"):
         load_config([toml("= 3")])
-    with pytest.raises(ConfigError, match="not a TOML file"):
+    with pytest.raises(ConfigError, match=r"a folder\. Give the path of a TOML config in it"):
         load_config([tmp_path])
     with pytest.raises(ConfigError, match=r"below\.toml: cannot be read: Not a directory"):
         load_config([toml(LEAST) / "below.toml"])
@@ -305,9 +311,23 @@ def test_the_default_filter_slots_monitor_before_and_enforce_after(toml):
     ]
 
 
-def test_no_key_is_left_unread():
+READ_BY_PLUGINS = {
+    "orchestrator.eval.max_hold_seconds": "prime_rl_evals",
+    "orchestrator.workers.max_memory": "prime_rl_env_workers",
+    "orchestrator.workers.start_timeout": "prime_rl_env_workers",
+    # Core hands on by name what a kernel's settings have.
+    "trainer.keep_attention": "prime_rl_kernels",
+    "trainer.offload_activations": "prime_rl_kernels",
+    "trainer.share_prompts": "prime_rl_kernels",
+    "trainer.triton_kernels": "prime_rl_kernels",
+}
+"""Keys of core's classes that nothing in core or the application reads, and who does."""
+
+
+def test_each_key_has_a_reader():
     """A key that nothing reads must not exist: each name occurs as an attribute."""
     import re
+    from importlib import import_module
     from pathlib import Path
     from typing import get_args
 
@@ -315,20 +335,15 @@ def test_no_key_is_left_unread():
 
     import prime_rl
     import prime_rl_app
-    import prime_rl_env_workers
-    import prime_rl_evals
-    import prime_rl_kernels
 
-    root = Path(prime_rl.__file__).parent
-    sources = [
-        p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
-    ]
-    # [orchestrator.workers], [orchestrator.eval], trainer.share_prompts
-    for plugin in (prime_rl_env_workers, prime_rl_evals, prime_rl_kernels):
-        sources += Path(plugin.__file__).parent.glob("*.py")
-    sources += Path(prime_rl_app.__file__).parent.rglob("*.py")
-    text = "\n".join(path.read_text() for path in sources)
-    own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
+    def text_of(folder, but=""):
+        files = folder.rglob("*.py")
+        kept = [file for file in files if but not in file.relative_to(folder).parts[:1]]
+        return "\n".join(file.read_text() for file in kept)
+
+    core = Path(prime_rl.__file__).parent
+    text = text_of(core, but="config") + text_of(Path(prime_rl_app.__file__).parent)
+    config = text_of(core / "config")
 
     def tables(annotation):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -337,12 +352,15 @@ def test_no_key_is_left_unread():
 
     def unread(table, place):
         for name, info in table.model_fields.items():
-            if not re.search(rf"\.{name}\b", text) and not re.search(rf"self\.{name}\b", own):
+            if not re.search(rf"\.{name}\b", text) and not re.search(rf"self\.{name}\b", config):
                 yield f"{place}{name}"
             for inner in tables(info.annotation):
                 yield from unread(inner, f"{place}{name}.")
 
-    assert set(unread(RunConfig, "")) == set()
+    assert set(unread(RunConfig, "")) == set(READ_BY_PLUGINS)
+    for key, plugin in READ_BY_PLUGINS.items():
+        name = key.rpartition(".")[2]
+        assert re.search(rf"\.{name}\b", text_of(Path(import_module(plugin).__file__).parent)), key
 
 
 def test_a_number_without_a_value_is_refused(tmp_path):
@@ -391,3 +409,115 @@ def test_a_short_run_keeps_the_schedule_that_was_asked_for() -> None:
     longer, quiet = fitted(config.model_copy(update={"max_steps": 40}))
     assert longer.trainer.scheduler.warmup_steps == 10
     assert not any("scheduler" in notice for notice in quiet)
+
+
+TYPED = [*NUMBERS, *DATES, "0b1", "1e400", "False", "1."]
+KEYS = ("project", "entity", "name", "group")
+
+
+@pytest.mark.parametrize("first", range(0, len(TYPED), len(KEYS)))
+def test_a_text_of_a_plugin_s_table_keeps_what_was_typed(toml, first):
+    """Only the plugin's class knows which of its keys are texts."""
+    texts = dict(zip(KEYS, TYPED[first:], strict=False))
+    overrides = [f"--monitors.wandb.{key}={text}" for key, text in texts.items()]
+    overrides.append("--monitors.wandb.table_rows=7")
+    table = load_config([toml(LEAST)], overrides).monitors["wandb"]
+    assert table == {**texts, "table_rows": 7}
+
+
+def test_several_words_of_a_plugin_s_list_of_texts_keep_what_was_typed(toml):
+    words = ["--monitors.wandb.tags", "7", "true", "1e5", "x"]
+    assert load_config([toml(LEAST)], words).monitors["wandb"]["tags"] == ["7", "true", "1e5", "x"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--monitors.wandb.name", "[1]", "--monitors.wandb.project", "7"],
+        ["--monitors.wandb.name.x", "1", "--monitors.wandb.project", "7"],
+        ["--monitors.nothing.project", "1", "--monitors.wandb.project", "7"],
+        ["--trainer.loss.type", "7", "--monitors.wandb.project", "7"],
+    ],
+)
+def test_wrong_values_beside_a_text_are_no_traceback(toml, words):
+    try:
+        table = load_config([toml(LEAST)], words).monitors["wandb"]
+    except ConfigError:
+        return
+    assert table["project"] == "7"
+
+
+def test_only_the_class_that_a_table_selects_says_which_of_its_keys_are_texts(toml, monkeypatch):
+    """Classes of several kinds may have one name."""
+
+    class Text(PluginConfig):
+        level: str = ""
+
+    class Either(PluginConfig):
+        level: int | str = 0
+
+    class Watches(Observer):
+        name = "twin"
+        config_class = Text
+
+    class Receives(Monitor):
+        name = "twin"
+        config_class = Either
+
+        def log(self, step, metrics):
+            """Nothing."""
+
+    class Drops(Filter):
+        name = "twin"
+        config_class = Text
+
+        @hookimpl
+        def filter_rollout(self, rollout, group):
+            return None
+
+    class Offers:
+        @hookimpl
+        def register_observers(self):
+            return [Watches, Receives]
+
+        @hookimpl
+        def register_filters(self):
+            return [Drops]
+
+    hooks = Hooks()
+    hooks.register(Offers(), "offers")
+    monkeypatch.setattr("prime_rl_app.config.load_plugins", lambda group, disabled: hooks)
+
+    filters = "[[orchestrator.pre_batch_filters]]\ntype = 'twin'\n"
+    config = load_config(
+        [toml(LEAST + filters)],
+        [
+            "--observers.twin.level=7",
+            "--monitors.twin.level=7",
+            "--orchestrator.pre_batch_filters.0.level=7",
+        ],
+    )
+    assert config.observers["twin"] == {"level": "7"}
+    assert config.monitors["twin"] == {"level": 7}
+    assert config.orchestrator.pre_batch_filters[0].settings == {"level": "7"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "settings", "name"),
+    [
+        (ALGORITHM, "orchestrator.train.env.3.algo", {"type": "a"}, "a"),
+        (ALGORITHM, "orchestrator.eval.env.3.algo", {"type": "a"}, None),
+        (SOURCE, "orchestrator.train.env.0.algo.sampling.source", {"type": "a"}, "a"),
+        (SOURCE, "orchestrator.algo.sampling.source", {"name": "a"}, None),
+        (FILTER, "orchestrator.post_batch_filters.0", {"type": "a"}, "a"),
+        (ENGINE, "inference.a", {"type": "b"}, "a"),
+        (MODEL, "model", {"name": "a"}, "a"),
+        (LOSS, "trainer.loss", {"type": "a"}, "a"),
+        (LOSS, "trainer.losses.a", {}, "a"),
+        (TUNING, "trainer.a", {}, "a"),
+        (TUNING, "trainer.losses.a", {}, None),
+        (MODEL, "model", {"name": 7}, None),
+    ],
+)
+def test_where_the_settings_of_a_kind_stand(kind, place, settings, name):
+    assert kind.selected_at(place.split("."), settings) == name

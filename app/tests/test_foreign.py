@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from prime_rl_app.cli import main
 from prime_rl_app.errors import explained, in_words
-from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, advice, look_up, our_keys, path_of
+from prime_rl_app.foreign import NAMES, PRIME_RL, SHORT, VERL, advice, look_up, our_keys, path_of
 
 CONFIG_PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
-TABLES = {**PRIME_RL, **VERL, **NAMES}
+TABLES = {**PRIME_RL, **SHORT, **VERL, **NAMES}
 
 
 def is_documented(ours):
@@ -31,17 +31,35 @@ def test_each_entry_leads_to_a_key_of_ours_or_says_why_not(theirs, foreign):
             p for p in foreign.ours.replace("*.", f"{part}.", 1).split(".") if not p.isdecimal()
         ]
         ours = ".".join(path).removesuffix(".**")
-        tables_of_plugins = ("penalties.", "harness", "monitors.wandb")
+        tables_of_plugins = ("penalties.", "harness", "monitors.wandb", "teacher.headers")
         is_known = ours in our_keys() or any(each in ours for each in tables_of_plugins)
         assert is_known or is_documented(ours), ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("temprature", "orchestrator.train.sampling.temperature"),
+        ("max_completion_token", "orchestrator.train.sampling.max_completion_tokens"),
+        ("temperature", "orchestrator.train.sampling.temperature"),
+        ("nothing_like_it", "orchestrator.train.sampling"),
+    ],
+)
+def test_a_misspelt_key_of_a_renamed_table_leads_to_one_that_exists(name, ours):
+    said = explained(f"orchestrator.sampling.{name}: unknown key; known here: a", [])
+    assert said.endswith(f"unknown key; did you mean {ours!r}?")
+    assert ours in our_keys()
 
 
 @pytest.mark.parametrize(("theirs", "foreign"), TABLES.items())
 def test_an_unknown_key_of_another_framework_gets_the_advice_of_the_table(theirs, foreign):
     key = theirs.replace("**", "x").replace("*", "train")
-    match = look_up(path_of(key), PRIME_RL) or look_up(path_of(key), VERL) or advice(key)
+    path = path_of(key)
+    match = look_up(path, PRIME_RL) or look_up(path, SHORT) or look_up(path, VERL) or advice(key)
     if match is None or match.ours == key:  # the same name here
         return
+    if theirs.endswith("**"):  # `x` is no key of ours
+        match = advice(key)
     said = explained(f"{key}: unknown key; known here: a, b", [])
     assert said == f"{key}: {in_words(match)}"
     assert "known here" not in said and (match.ours is None or match.ours in said)
@@ -65,7 +83,6 @@ num_infer_nodes = 2
 [orchestrator]
 batch_size = 8
 group_size = 4
-token_batch_size = 4096
 [orchestrator.eval]
 group_size = 2
 temperature = 0.5
@@ -94,7 +111,7 @@ def test_hints_for_keys_of_upstream_are_right(tmp_path, monkeypatch, capsys):
 
     threshold = "orchestrator.post_batch_filters.threshold"
     assert "did you mean 'orchestrator.post_batch_filters.ngram_threshold'" in line(threshold)
-    assert line(threshold).startswith(f"{file}:29: ")
+    assert line(threshold).startswith(f"{file}:28: ")
     assert line("trainer.model.lora.rank") == (
         f"{file}:6: trainer.model.lora.rank: unknown key; did you mean 'trainer.lora.rank'?"
     )
@@ -103,7 +120,7 @@ def test_hints_for_keys_of_upstream_are_right(tmp_path, monkeypatch, capsys):
     assert "no counterpart here: one [ckpt]" in line("trainer.ckpt.skip_optimizer")
     assert 'Set inference.engine = "vllm"' in line("inference.vllm")
     assert "the launcher places the engines" in line("deployment.num_infer_nodes")
-    assert "a batch is a number of rollouts" in line("orchestrator.token_batch_size")
+    assert "did you mean 'orchestrator.token_batch_size'" in line("token_batch_size")
     assert "'orchestrator.eval.env.group_size' (of each env)" in line(
         "orchestrator.eval.group_size"
     )
@@ -113,6 +130,20 @@ def test_hints_for_keys_of_upstream_are_right(tmp_path, monkeypatch, capsys):
         "command line: trainer.optim.betas2: unknown key; did you mean 'trainer.optim.beta2'?"
     )
     assert "by convention prime-rl-" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("eval.group_size", "orchestrator.eval.env.group_size"),
+        ("eval.interval", "orchestrator.eval.env.interval"),
+        ("train.sampling.temperature", "orchestrator.train.sampling.temperature"),
+        ("optim.lr", "trainer.optim.lr"),
+        ("scheduler.warmup_steps", "trainer.scheduler.warmup_steps"),
+    ],
+)
+def test_a_table_of_one_process_without_its_name_is_found(key, ours):
+    assert advice(key).ours == ours
 
 
 def test_a_hint_by_spelling_needs_a_value_of_the_right_type(tmp_path, monkeypatch, capsys):
@@ -126,7 +157,7 @@ def test_a_hint_by_spelling_needs_a_value_of_the_right_type(tmp_path, monkeypatc
         main()
     said = capsys.readouterr().err
     assert "orchestrator.bach_size: unknown key; did you mean 'batch_size'?" in said
-    assert "orchestrator.save_rollout: unknown key; known here: algo, batch_size, buffer" in said
+    assert "orchestrator.save_rollout: unknown key; known here: algo, batch_size, env_v" in said
     assert f"{file}:9: trainer.epoch: " in said and "did you mean 'epochs'?" in said
 
 

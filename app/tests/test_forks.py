@@ -14,7 +14,7 @@ import psutil
 import pytest
 from waiting import eventually
 
-from prime_rl_app.forks import Forks
+from prime_rl_app.forks import ALLOCATOR, Forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 LIMIT = 60
@@ -97,8 +97,13 @@ def test_a_fork_is_the_process_that_its_command_names(starter: Starter) -> None:
     assert starter.server.poll() is None
 
 
-def test_what_forks_import_is_imported_once_and_each_has_its_log(starter: Starter) -> None:
-    one, two = starter("print(1)", "one", PRIME_RL_MINE="a"), starter("print(2)", "two")
+@pytest.mark.parametrize("differs", ["PRIME_RL_ELSE", "NO_PROXY", *ALLOCATOR])
+def test_what_forks_import_is_imported_once_and_each_has_its_log(
+    starter: Starter, differs: str
+) -> None:
+    """They may differ in variables that no import reads."""
+    one = starter("print(1)", "one", PRIME_RL_MINE="a")
+    two = starter("print(2)", "two", **{differs: "expandable_segments:True"})
     assert one.wait(LIMIT) == two.wait(LIMIT) == 0
     assert starter.said("one") == ["imported", "print(1) a True", "1"]
     assert starter.said("two") == ["print(2) None True", "2"]

@@ -1,5 +1,6 @@
 """``prime-rl migrate``: nothing of a foreign config vanishes in silence."""
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -12,7 +13,18 @@ from prime_rl.config.run import RunConfig
 from prime_rl_app.cli import main
 from prime_rl_app.config import build_config
 from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys
-from prime_rl_app.migrate import DIFFERENCES, VALUES, as_whole, leaf_paths, migrate, written
+from prime_rl_app.migrate import (
+    DIFFERENCES,
+    DIFFERENCES_FROM_VERL,
+    VALUES,
+    as_whole,
+    leaf_paths,
+    migrate,
+    written,
+)
+from prime_rl_app.resolve import check
+
+RENDERS = "orchestrator.renderer."
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 
@@ -151,9 +163,19 @@ def test_defaults_that_differ_are_named_where_the_config_leaves_them():
     assert "nesterov" in said and "orchestrator.group_size: 1 there, 8 here" in said
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.key)
-def test_the_page_has_each_difference_and_our_default_is_the_real_one(difference):
-    assert f"| `{difference.key}` |" in PAGE
+FROM_UPSTREAM, FROM_VERL = PAGE.split("### Of verl")
+
+
+@pytest.mark.parametrize(
+    ("difference", "page"),
+    [
+        *((each, FROM_UPSTREAM) for each in DIFFERENCES),
+        *((each, FROM_VERL) for each in DIFFERENCES_FROM_VERL),
+    ],
+    ids=lambda each: getattr(each, "key", ""),
+)
+def test_the_page_has_each_difference_and_our_default_is_the_real_one(difference, page):
+    assert f"| `{difference.key}` |" in page
     info = our_keys().get(difference.key)
     if info is not None and difference.ours.replace(".", "").isdigit():
         assert float(difference.ours) == info.default
@@ -205,13 +227,12 @@ def test_a_grpo_config_of_trl_becomes_ours():
                 "type": "ppo_clip",
                 "normalize_by": "tokens",
                 "clip_eps_low": 0.2,
-                "clip_eps_high": 0.2,
+                "clip_eps_high": 0.28,  # of the key of its own, whichever comes first
             },
         },
     }
-    # The upper clip has a key of its own, which comes second.
-    assert "epsilon_high = 0.28: trainer.loss.clip_eps_high is 0.2 already" in migration.left_out
-    assert migration.unknown == ["data_seed = 5"]
+    assert "data_seed = 5: seed is 3 already" in migration.left_out
+    assert not migration.unknown
 
 
 def test_a_config_of_verl_becomes_ours():
@@ -251,12 +272,142 @@ def test_a_config_of_verl_becomes_ours():
     assert any("rollout.top_p" in each for each in migration.left_out)
 
 
+def of_verl(**actor):
+    return {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 8}}}
+
+
+def test_a_config_of_verl_that_sets_no_clip_says_that_verl_clips():
+    said = migrate(of_verl(optim={"lr": 1e-6})).defaults
+    assert (
+        'trainer.loss.type: "ppo_clip" there, "default" here; clip_ratio 0.2 and clip_ratio_c 3.0 '
+        "there; a trust region here, without a clip"
+    ) in said
+    assert not any(each.startswith("trainer.loss.dual_clip") for each in said)
+
+    said = migrate(of_verl(clip_ratio_high=0.28)).defaults
+    assert not any(each.startswith("trainer.loss.type") for each in said)
+    assert "trainer.loss.dual_clip: 3.0 there, not set here; clip_ratio_c there" in said
+
+
+@pytest.mark.parametrize("uses", [None, False, True])
+def test_the_penalty_of_verl_counts_only_where_it_uses_one(uses):
+    switch = {} if uses is None else {"use_kl_loss": uses}
+    given = of_verl(kl_loss_coef=0.001, kl_loss_type="low_var_kl", entropy_coeff=0.01, **switch)
+    result = migrate(given | {"algorithm": {"adv_estimator": "grpo"}})
+    expected = {"kl_to_initial": 0.001} if uses else {}
+    assert result.table["orchestrator"]["algo"]["penalties"] == {"entropy_bonus": 0.01, **expected}
+    assert ("losses" in result.table.get("trainer", {})) == bool(uses)
+    assert any("only where use_kl_loss = true" in each for each in result.left_out) != bool(uses)
+
+
+def test_keys_that_decide_together_are_not_left_out_too():
+    migration = migrate(
+        {
+            "actor_rollout_ref": {
+                "actor": {"ppo_mini_batch_size": 16, "optim": {"lr_warmup_steps_ratio": 0.1}},
+                "rollout": {"n": 4},
+            },
+            "data": {"train_batch_size": 32, "max_prompt_length": 100, "max_response_length": 200},
+            "trainer": {"total_training_steps": 50, "n_gpus_per_node": 4},
+        }
+    )
+    assert not migration.left_out
+    assert migration.carried["data", "train_batch_size"] == ["orchestrator.batch_size"]
+
+    of_trl = {"per_device_train_batch_size": 8, "steps_per_generation": 2}
+    migration = migrate({"learning_rate": 1e-6, "warmup_ratio": 0.5, "max_steps": 4, **of_trl})
+    assert not migration.left_out
+    assert migration.table["orchestrator"]["batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"),
+    [
+        (None, {"type": "ppo_clip", "clip_eps_high": 0.28, "dual_clip": 10.0}),
+        ("vanilla", {"type": "ppo_clip", "clip_eps_high": 0.28, "dual_clip": 10.0}),
+        ("gspo", {"type": "gspo", "clip_eps_high": 0.28}),
+        ("clip_cov", {"type": "clip_cov", "clip_eps_high": 0.28}),
+        ("kl_cov", {"type": "kl_cov"}),
+        ("geo_mean", {"type": "gmpo"}),
+        ("cispo", {"type": "cispo", "clip_eps_high": 0.28}),
+        ("sapo", {"type": "sapo"}),
+    ],
+)
+def test_the_loss_of_verl_is_carried_over_with_the_keys_that_it_has(mode, loss):
+    actor = {"clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "ppo_max_token_len_per_gpu": 16384}
+    policy_loss = {} if mode is None else {"loss_mode": mode}
+    given = {"actor": actor | {"policy_loss": policy_loss}, "rollout": {"n": 8}}
+    assert accepted({"actor_rollout_ref": given})["trainer"]["loss"] == loss
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [
+        ("model_init_kwargs", {"dtype": "bfloat16"}, ["trainer.dtype"]),
+        ("generation_kwargs", {"seed": 3}, ["orchestrator.train.sampling.extra_body.seed"]),
+        ("generation_kwargs", {"min_p": 0.1}, None),
+        ("chat_template_kwargs", {"enable_thinking": False}, [RENDERS + "enable_thinking"]),
+        ("lr_scheduler_kwargs", {"min_lr": 1e-7}, ["trainer.scheduler.min_lr"]),
+        ("lr_scheduler_kwargs", {"num_cycles": 2}, None),
+        ("peft_config", {"r": 16}, ["trainer.lora.rank"]),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": False}, None),
+        ("fsdp_config", {"min_num_params": 1}, None),
+        ("accelerator_config", {"split_batches": True}, None),
+        ("deepspeed", {"zero_optimization": {"stage": 3}}, None),
+        ("model", "org/Model", ["model.name"]),
+        ("train_dataset", "org/data", None),
+        ("load_in_4bit", True, None),
+        ("dtype", "float32", ["trainer.dtype"]),
+    ],
+)
+def test_tables_and_arguments_beside_grpo_config_are_known(key, value, ours):
+    migration = migrate(as_whole({"learning_rate": 1e-6, key: value}))
+    assert not migration.unknown
+    others = [names for path, names in migration.carried.items() if path[0] != "learning_rate"]
+    assert others == ([] if ours is None else [ours])
+    assert len(migration.left_out) == (ours is None)
+
+
+def test_yaml_reads_a_number_without_a_dot(tmp_path):
+    from prime_rl_app.cli.migrate import read
+
+    pytest.importorskip("yaml")
+    rows = ["learning_rate: 1e-6", "seed: 3", "run_name: 1e-6b", "eps: 1.5e6", "hash: 12e4567"]
+    (tmp_path / "grpo.yaml").write_text("\n".join(rows))
+    numbers = {"learning_rate": 1e-6, "seed": 3, "eps": 1.5e6}
+    assert read(tmp_path / "grpo.yaml") == numbers | {"run_name": "1e-6b", "hash": "12e4567"}
+
+
 def test_the_configs_of_upstreams_processes_go_together():
     orchestrator = 'batch_size = 8\n[model]\nname = "a/b"\n[[train.source]]\nname = "x"\n'
     orchestrator += '[train.source.env.taskset]\nid = "y"\n'
     table = as_whole(tomllib.loads(orchestrator))
     assert migrate(table).table["orchestrator"]["train"]["env"] == [{"name": "x", "id": "y"}]
     assert as_whole({"optim": {"lr": 1.0}}) == {"trainer": {"optim": {"lr": 1.0}}}
+
+    engines = as_whole(
+        {
+            "use_deep_gemm": True,
+            "vllm": {"model": "a/b", "gpu_memory_utilization": 0.8},
+            "router": {"type": "llm-d"},
+            "slurm": {"job_name": "x"},
+        }
+    )
+    migration = migrate(engines)
+    assert not migration.unknown
+    assert migration.table["inference"]["vllm"] == {"gpu_memory_utilization": 0.8}
+    assert migration.table["model"] == {"name": "a/b"}
+    assert migration.slurm == {"job_name": "x"}
+
+
+def test_the_config_of_upstreams_evaluations_becomes_held_out_envs():
+    source = {"name": "x", "env": {"taskset": {"id": "y"}}}
+    of_evals = {"client": {"base_url": "https://a/v1"}, "concurrency": {"min_inflight": 3}}
+    migration = migrate(as_whole({"model": "a/b", "eval": {**of_evals, "source": [source]}}))
+    assert not migration.unknown
+    assert migration.table["model"] == {"name": "a/b"}
+    assert migration.table["orchestrator"]["eval"]["env"] == [{"name": "x", "id": "y"}]
+    assert len([each for each in migration.left_out if "orchestrator.eval.c" in each]) == 2
 
 
 FOREIGN = sorted({**PRIME_RL, **VERL, **NAMES})
@@ -267,7 +418,7 @@ SIMPLE = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     st.sampled_from(["None", "vllm", "linear", "grpo", "wandb"]),
-    st.just({}),
+    st.builds(dict),
     st.lists(st.integers(), max_size=2),
 )
 LIST_PARTS = {"source", "env", "pre_batch_filters", "post_batch_filters", "filters"}
@@ -313,7 +464,7 @@ def test_every_key_is_carried_over_left_out_with_a_note_or_refused_by_name(table
     migration = migrate(table)
     told = [*migration.left_out, *migration.unknown]
     for path, _ in leaf_paths(as_whole(table)):
-        names = [each.partition(" = ")[0] for each in told]
+        names = [re.split(r" = |: ", each, maxsplit=1)[0] for each in told]
         key = ".".join(map(str, path))
         plain = [name.replace('"', "") for name in names]
         assert path in migration.carried or key in plain or any('"' in name for name in names), path
@@ -372,15 +523,18 @@ def test_the_command_writes_a_config_and_a_batch_file(tmp_path, monkeypatch, cap
     assert table["launcher"] == {"type": "ray"}
     assert table["trainer"]["num_ranks"] == 8 and table["deployment"] == {"trainer_nodes": 2}
     assert text.startswith("# Migrated from rl.toml by prime-rl migrate.") and "sk-123" not in text
+    assert table["env_vars"] == {"MY_PATH": "/a b"}
 
     script = tmp_path / "mine.sbatch"
     lines = script.read_text().splitlines()
+    assert not any("sk-123" in line for line in lines)
     for line in (
         "#SBATCH --job-name=mine",
         "#SBATCH --partition=prod",
         "#SBATCH --nodes=5",
         "#SBATCH --gpus-per-node=4",
         "export MY_PATH='/a b'",
+        "# API_KEY is a secret: export it in the shell that calls sbatch.",
         "uv sync",
     ):
         assert line in lines
@@ -418,3 +572,233 @@ def test_yaml_is_read_too(tmp_path, monkeypatch, capsys):
         "model": {"name": "a/b"},
         "orchestrator": {"group_size": 4},
     }
+
+
+def test_variables_logs_and_heartbeats_of_upstream_keep_their_place():
+    result = migrate(
+        {
+            "max_steps": 1,
+            "env_vars": {"A": "x", "MY_TOKEN": "t", "CUDA_VISIBLE_DEVICES": "0"},
+            "log": {"json_logging": True},
+            "trainer": {"env_vars": {"B": 1}, "heartbeat": {"url": "https://beat.example/1"}},
+            "inference": {"env_vars": {"VLLM_CACHE_ROOT": "/tmp/v"}},
+        }
+    )
+    table = result.table
+    assert table["env_vars"] == {"A": "x"} and table["trainer"]["env_vars"] == {"B": "1"}
+    assert table["inference"]["env_vars"] == {"VLLM_CACHE_ROOT": "/tmp/v"}
+    assert table["log"] == {"json_logging": True}
+    assert table["observers"] == {"heartbeat": {"url": "https://beat.example/1"}}
+    assert "env_vars.MY_TOKEN: a secret; export it in the shell" in result.left_out
+    assert any(line.startswith("env_vars.CUDA_VISIBLE_DEVICES") for line in result.left_out)
+    assert not result.unknown
+
+
+OF_THE_TRAINER = {
+    *("train_dataset", "eval_dataset", "tools", "environment_factory", "prompt", "completions")
+}
+"""Names of the page that are no keys of a config: arguments of GRPOTrainer, columns of a reward."""
+
+
+def names_of_trl():
+    """The first column of the tables of docs/from-trl.md, which has each key of GRPOConfig."""
+    page = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("|")]
+    names = {name for row in rows for name in re.findall(r"`([a-z][a-z0-9_]+)`", row)}
+    return sorted(names - OF_THE_TRAINER)
+
+
+@pytest.mark.parametrize("name", names_of_trl())
+def test_each_key_of_trls_config_is_known(name):
+    result = migrate({"learning_rate": 1e-6, name: 1})
+    assert not result.unknown
+
+
+@pytest.mark.parametrize(
+    ("table", "loss"),
+    [
+        (
+            {"epsilon": 0.2, "epsilon_high": 0.28},
+            {"type": "ppo_clip", "clip_eps_low": 0.2, "clip_eps_high": 0.28},
+        ),
+        (
+            {"epsilon_high": 0.3, "epsilon": 0.1, "loss_type": "dr_grpo"},
+            {
+                "type": "dr_grpo",
+                "clip_eps_low": 0.1,
+                "clip_eps_high": 0.3,
+                "constant": 128 * 256.0,
+            },
+        ),
+        (
+            {"epsilon": 3e-4, "importance_sampling_level": "sequence"},
+            {"type": "gspo", "clip_eps_low": 3e-4, "clip_eps_high": 3e-4},
+        ),
+        (
+            {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 5.0},
+            {"type": "cispo", "clip_eps_high": 4.0},
+        ),
+        ({"loss_type": "sapo", "epsilon": 0.2}, {"type": "sapo"}),
+        (
+            {"loss_type": "sapo", "sapo_temperature_neg": 1.1},
+            {"type": "sapo", "tau_neg": 1.1},
+        ),
+    ],
+)
+def test_the_clip_of_trl_is_that_of_the_loss_in_any_order(table, loss):
+    for items in (table.items(), reversed(table.items())):
+        assert migrate({"learning_rate": 1e-6, **dict(items)}).table["trainer"]["loss"] == loss
+
+
+def test_a_secret_among_the_keys_left_out_is_not_written(tmp_path):
+    result = migrate({"learning_rate": 1e-6, "hub_token": "hf_s3cret", "my_api_key": "s3cret"})
+    assert "s3cret" not in written(result, ["theirs.toml"])
+
+
+OF_VERL = {
+    "data": {"train_batch_size": 16},
+    "actor_rollout_ref": {
+        "model": {"path": "a/b"},
+        "actor": {
+            "clip_ratio": 0.2,
+            "clip_ratio_high": 0.28,
+            "kl_loss_coef": 0.001,
+            "optim": {"lr": 1e-6, "betas": [0.9, 0.95]},
+        },
+        "rollout": {"n": 8, "mode": "async"},
+    },
+    "critic": {"optim": {"lr": 1e-5}},
+    "trainer": {"total_training_steps": 3},
+}
+
+
+def accepted(table):
+    """The migrated table, after a run would have accepted it: on the tiny model, with one env."""
+    table = migrate(table).table
+    table["model"] = {"name": "tiny-reverse"}
+    table["inference"] = {"engine": "embedded"}
+    orchestrator = table.setdefault("orchestrator", {})
+    orchestrator["renderer"] = {"name": "qwen3", "enable_thinking": False}
+    orchestrator.setdefault("train", {})["env"] = [{"id": "text-reversal"}]
+    check(build_config({"max_steps": 3, **table}))
+    return table
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", None])
+@pytest.mark.parametrize("scale", [True, False, "none", None])
+@pytest.mark.parametrize("more", [{}, {"beta": 0.04}, {"importance_sampling_level": "sequence"}])
+def test_a_run_accepts_what_becomes_of_trls_losses(loss_type, scale, more):
+    given = {"loss_type": loss_type, "scale_rewards": scale}
+    known = {key: value for key, value in given.items() if value is not None}
+    table = accepted({"num_generations": 8, "learning_rate": 1e-6, "epsilon": 0.2} | known | more)
+    algorithm = table["orchestrator"].get("algo", {}).get("type", "grpo")
+    assert algorithm == (
+        "grpo_std" if scale is True or (scale is None and "beta" in more) else "grpo"
+    )
+    loss = table["trainer"]["loss"]
+    if loss["type"] == "dr_grpo":
+        assert loss["constant"] == 128 * 256.0
+
+
+@pytest.mark.parametrize("divides", [True, False, None])
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "rloo", "reinforce_plus_plus", "opo"])
+def test_a_run_accepts_what_becomes_of_verls_estimators(estimator, divides):
+    algorithm = {"adv_estimator": estimator, "gamma": 1.0}
+    if divides is not None:
+        algorithm["norm_adv_by_std_in_grpo"] = divides
+    table = accepted({**OF_VERL, "algorithm": algorithm})
+    chosen = table["orchestrator"]["algo"]["type"]
+    assert (chosen == "grpo") == (estimator == "grpo" and divides is False)
+    assert ("heads" in table["trainer"]) == (estimator == "gae")
+    assert table["trainer"]["loss"]["clip_eps_high"] == 0.28
+    assert table["trainer"]["optim"] == {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95}
+
+
+OF_SFT = """
+max_steps = 20
+[model]
+name = "a/b"
+seq_len = 512
+attn = "sdpa"
+[model.lora]
+rank = 8
+[data]
+name = "a/c"
+subsets = ["x"]
+splits = ["train[:90%]"]
+batch_size = 64
+micro_batch_size = 1
+seq_len = 1024
+shuffle = false
+[data.loss_mask]
+user = true
+[val]
+interval = 5
+[val.data]
+name = "a/d"
+[optim]
+type = "muon"
+lr = 1e-5
+[scheduler]
+type = "cosine"
+[deployment]
+num_train_gpus = 2
+"""
+
+
+def test_a_config_of_supervised_fine_tuning_becomes_a_table_sft(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "sft.toml"
+    file.write_text(OF_SFT)
+    made = tmp_path / "mine.toml"
+    monkeypatch.setattr("sys.argv", ["prime-rl", "migrate", str(file), "-o", str(made)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 0
+    assert f"prime-rl sft {made} --dry-run" in said and "to complete" not in said
+    table = tomllib.loads(made.read_text("utf-8"))
+    assert table["sft"] == {
+        "data": "a/c",
+        "subset": "x",
+        "split": "train[:90%]",
+        "batch_size": 64,
+        "shuffle": False,
+        "roles": ["user", "assistant"],
+        "validate_every": 5,
+        "validation": "a/d",
+    }
+    assert (table["max_steps"], table["seq_len"], table["model"]) == (20, 1024, {"name": "a/b"})
+    trainer = table["trainer"]
+    assert trainer["optim"] == {"type": "muon", "lr": 1e-5}
+    assert trainer["lora"] == {"rank": 8} and trainer["scheduler"] == {"type": "cosine"}
+    assert trainer["num_ranks"] == 2 and "orchestrator" not in table
+    comments = made.read_text("utf-8")
+    assert "trainer.optim.beta2: 0.95 there" in comments  # of muon, as for RL
+    assert "orchestrator.group_size" not in comments
+
+
+def test_data_sets_that_are_mixed_are_left_out_of_sft_and_named():
+    data = {"name": "a/c", "subsets": ["x", "y"], "probabilities": [0.5, 0.5]}
+    made = migrate({"model": {"name": "a/b"}, "data": data})
+    assert made.table["sft"] == {"data": "a/c"} and not made.unknown
+    assert any("data.subsets" in each and "one data set" in each for each in made.left_out)
+    assert any("sft.epochs" in each for each in made.defaults)
+
+
+def test_sft_with_evaluations_gets_their_envs_and_an_engine():
+    table = {
+        "model": {"name": "a/b"},
+        "data": {"name": "a/c"},
+        "eval": {"interval": 25, "source": [{"env": {"taskset": {"id": "reverse-text"}}}]},
+        "inference": {},
+    }
+    made = migrate(table)
+    assert made.table["orchestrator"]["eval"]["env"] == [{"interval": 25, "id": "reverse-text"}]
+    assert made.table["inference"] == {"engine": "vllm"}
+
+
+def test_a_compiled_trainer_gives_way_to_router_replay():
+    trainer = {"enable_router_replay": True, "model": {"compile": {}}}
+    made = migrate({"model": {"name": "a/b"}, "trainer": trainer, "orchestrator": {}})
+    assert made.table["trainer"] == {"router_replay": True}
+    assert any("trainer.router_replay needs" in each for each in made.left_out)

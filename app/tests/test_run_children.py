@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT, eventually, exists
+from waiting import LIMIT, Clock, eventually, exists
 
 from prime_rl.rundir.machine import free_ports
+from prime_rl_app import children
 from prime_rl_app.children import (
     Child,
     end,
@@ -205,14 +206,37 @@ def test_a_terminal_that_closes_asks_once_however_often_it_signals():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_sigterm_to_a_process_and_at_once_to_its_group_is_one_request(clock):
+    """As GNU `timeout` sends it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with first_signal_asks() as asked:
+            signal.raise_signal(signal.SIGTERM)
+            clock.sleep(0.6)
+            signal.raise_signal(signal.SIGTERM)
+            assert asked()
+            clock.sleep(0.6)  # counted from the request, not from its repetition
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(children, "time", Clock())
+    return children.time
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number):
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number, clock):
     before = signal.signal(number, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), first_signal_asks() as asked:
             assert not asked()
             signal.raise_signal(number)
             assert asked()
+            clock.sleep(children.SAME_SECONDS)
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(number) is signal.default_int_handler
     finally:

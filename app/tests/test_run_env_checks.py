@@ -8,7 +8,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import Components, installed_losses
 from prime_rl.registry.manager import Hooks, load_plugins
-from prime_rl_app.env_checks import check_algorithms
+from prime_rl_app.env_checks import check_algorithms, check_tasksets, trained_by
 
 TEACHER = {"name": "teacher", "base_url": "http://127.0.0.1:1/v1"}
 
@@ -41,6 +41,20 @@ class Average(Loss):
     reads = ("advantages", "ema_logprobs")
 
 
+class OfGroups(Loss):
+    name = "of_groups"
+    scope = "group"
+
+
+class Grows(Algorithm):
+    name = "grows"
+    grows_groups = True
+
+    @hookimpl
+    def wanted_members(self, progress):
+        return progress.max_group_size
+
+
 class Plugin:
     @hookimpl
     def register_algorithms(self):
@@ -56,6 +70,8 @@ class Plugin:
             offered("clipped", losses={"ppo_clip"}),
             offered("weighs", losses={"rl", "value_loss"}),
             offered("unknown", losses={"gone"}),
+            offered("penalizes", losses={"rl", "ce"}),
+            Grows,
         ]
 
     @hookimpl
@@ -240,6 +256,30 @@ def test_an_average_of_the_weights_needs_a_decay_and_a_loss_that_reads_it():
     )
 
 
+def test_a_loss_that_an_algorithm_names_beside_its_own_may_read_the_average(monkeypatch):
+    monkeypatch.setattr(installed_losses()["ce"].cls, "reads", ("ema_logprobs",))
+    trainer = {"loss": {"type": "default"}}
+    check("penalizes", trainer=trainer | {"ema_decay": 0.9})
+    assert refusal("penalizes", trainer=trainer) == (
+        "env 'a': algorithm 'penalizes' trains the loss 'ce', which reads ema_logprobs, "
+        "and trainer.ema_decay is not set. Set it, 0.99 for example."
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "action_loss", "trained"),
+    [
+        ((), "rl", ["rl"]),
+        (("rl", "b", "a"), "rl", ["rl", "a", "b"]),
+        (("c", "b"), "c", ["c", "b"]),
+        (("b", "a"), "rl", ["rl"]),  # written for [trainer.loss] type b or a
+    ],
+)
+def test_what_an_algorithm_trains(declared, action_loss, trained):
+    algorithm = offered("any", losses=declared, action_loss=action_loss)(PluginConfig())
+    assert trained_by(algorithm) == trained
+
+
 @pytest.mark.parametrize("key", ["inference.base_url", "deployment.colocated"])
 def test_an_algorithm_that_reads_the_average_needs_a_decay_and_an_engine_of_the_run(key):
     check("averaged", ema_decay=0.9)
@@ -250,7 +290,7 @@ def test_an_algorithm_that_reads_the_average_needs_a_decay_and_an_engine_of_the_
     table, name = key.split(".")
     value = True if name == "colocated" else ["http://a:1"]
     assert refusal("averaged", ema_decay=0.9, tables={table: {name: value}}) == (
-        f"env 'a': algorithm 'averaged' reads host.ema, an engine that no run with {key} starts."
+        f"env 'a': algorithm 'averaged' reads host.ema. A run with {key} starts no engine for it."
     )
 
 
@@ -279,4 +319,101 @@ def test_a_table_of_a_loss_that_no_algorithm_trains_is_refused(algo, loss, is_re
         return check(algo, trainer=trainer)
     assert f"trainer.losses.{loss}: no env's algorithm trains this" in refusal(
         algo, trainer=trainer
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            {"judge": {"harness": {"id": "in-proces"}}},
+            "args.judge.harness.id: no harness 'in-proces': there is no module 'in_proces'. "
+            "Did you mean 'in-process'?",
+        ),
+        (
+            {"critic": {"harness": {"id": "nowhere"}}},
+            "args.critic.harness.id: no harness 'nowhere'",
+        ),
+        ({"critic": {"harness": {"id": 7}}}, "args.critic.harness: expected a table with the id"),
+        ({"critic": {"harness": {"id": ""}}}, "args.critic.harness: expected a table with the id"),
+        (
+            {"judges": [{}, {"agent": {"harness": {"id": "no where"}}}]},
+            "args.judges.1.agent.harness.id: no harness 'no where'",
+        ),
+        ({"judge": {"harness": {"id": "in-process"}}}, None),
+        ({"judge": {"harness": "wood"}, "harness": {"weight": 3}}, None),  # of another kind
+    ],
+)
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_the_harness_of_an_env_s_agent_is_looked_for_before_the_start(part, args, said):
+    table = {"train": {"env": [{"id": "reverse-text"}]}}
+    table |= {part: {"env": [{"id": "reverse-text", "args": args}]}}
+    run = {"model": {"name": "tiny"}, "max_steps": 1, "orchestrator": table}
+    config = RunConfig.model_validate(run)
+    if said is None:
+        check_tasksets(config, [])
+        return
+    with pytest.raises(ConfigError) as error:
+        check_tasksets(config, [])
+    assert str(error.value).startswith(f"orchestrator.{part}.env.0.{said}"), error.value
+
+
+def test_a_harness_that_is_not_installed_is_named_with_its_package(monkeypatch):
+    monkeypatch.setattr("prime_rl_app.env_checks.find_spec", lambda module: None)
+    env = {"id": "reverse-text", "harness": {"id": "program"}}
+    run = {"model": {"name": "tiny"}, "max_steps": 1, "orchestrator": {"train": {"env": [env]}}}
+    with pytest.raises(ConfigError, match=r"no module 'program'\. pip install prime-rl-agents"):
+        check_tasksets(RunConfig.model_validate(run), [])
+
+
+@pytest.mark.parametrize(
+    ("algo", "env", "tables", "said"),
+    [
+        ("grows", {}, {}, "group_size = 8 is the limit. Set max_group_size to more, such as 32"),
+        ("grows", {"group_size": 4}, {}, "group_size = 4 is the limit"),
+        ("grows", {"max_group_size": 4}, {}, "max_group_size = 4 is less than group_size = 8"),
+        ("grows", {"max_group_size": 8}, {}, "group_size = 8 is the limit"),
+        ("reward", {"max_group_size": 16}, {}, "env 'a': max_group_size = 16 is read by no plugin"),
+    ],
+)
+def test_a_limit_of_groups_that_cannot_be_meant(algo, env, tables, said):
+    assert said in refusal(algo, env=env, tables=tables)
+
+
+def test_a_limit_of_all_groups_that_nothing_reads():
+    table = {"id": "reverse-text", "name": "a", "algo": {"type": "reward"}}
+    orchestrator = {"train": {"env": [table]}, "max_group_size": 16, "renderer": {"name": "full"}}
+    with pytest.raises(ConfigError, match="max_group_size = 16 is read by no plugin"):
+        check("reward", tables={"orchestrator": orchestrator})
+    table["algo"] = {"type": "grows"}
+    check("grows", tables={"orchestrator": orchestrator})
+
+
+def test_a_group_may_grow_up_to_a_limit():
+    check("grows", env={"max_group_size": 9})
+    check("grows", env={"group_size": 2, "max_group_size": 4096})
+
+
+def test_groups_that_may_not_be_divided_are_refused_before_the_run():
+    def run_with(algo):
+        env = {"id": "reverse-text", "name": "a", "algo": {"type": algo}, "max_group_size": 16}
+        if algo != "grows":
+            del env["max_group_size"]
+        partial = {"partial_groups": {"at_least": 2}}
+        orchestrator = {"train": {"env": [env]}, "renderer": {"name": "full"}} | partial
+        return {"orchestrator": orchestrator, "trainer": {"micro_batch_tokens": 16384}}
+
+    check("reward", tables=run_with("reward"))
+    said = refusal("grows", tables=run_with("grows"))
+    assert "env 'a': a plugin decides how many members a group has" in said
+    said = refusal("reward", tables=run_with("reward"), loss=OfGroups)
+    assert "trains the loss 'of_groups', which compares whole groups" in said
+
+
+def test_a_server_elsewhere_does_not_know_the_engine_of_earlier_versions():
+    duel = {"id": "reversal-duel", "agents": {"black": {"model": "past"}}}
+    check("reward", env=duel)
+    assert refusal("reward", env=duel | {"address": ["tcp://127.0.0.1:5999"]}) == (
+        "env 'a': an earlier version plays agent 'black', and a server of serve-env does not know "
+        "its engine, which this run starts. Leave address out."
     )

@@ -1,5 +1,6 @@
 """The GPUs of each process, on machines that a script named nvidia-smi simulates."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,13 +10,14 @@ from resolved_parts import resolved_with
 from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
-from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl.rundir.machine import visible_gpus
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.config import load_config
 from prime_rl_app.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks
 from prime_rl_app.placement import _engine_tasks, _trainer_tasks
+from prime_rl_app.resolve import check_layout
 
 
 @pytest.fixture
@@ -214,6 +216,54 @@ def test_ranks_that_nodes_cannot_share_equally_are_refused(machine):
         num_ranks(asked, NOTHING)
 
 
+def layout_refused(tmp_path, table, ranks, **tables):
+    """Why a run with a model of this ``config.json`` would not start; empty: it would."""
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    try:
+        check_layout(config(model__name=str(tmp_path), **tables), Hooks(), ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(3, "one of [1, 2, 4]."), (2, ""), (4, "")])
+def test_rows_over_more_ranks_than_heads_can_fill_are_refused_before_the_start(
+    tmp_path, ranks, said
+):
+    table = {"text_config": {"num_attention_heads": 4}}
+    reason = layout_refused(tmp_path, table, ranks, trainer__context_parallel=ranks)
+    assert reason.endswith(said)
+    assert bool(reason) == bool(said)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "said"),
+    [
+        (6, 1, "dp_replicate to one of [3, 6] with these ranks"),
+        (12, 2, "dp_replicate to one of [3, 6, 12] with these ranks"),
+        (6, 3, ""),
+        (8, 1, ""),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused_before_the_start(
+    tmp_path, key, ranks, replicas, said
+):
+    table = {"num_attention_heads": 4, key: 8}
+    tables = {"trainer__expert_parallel": "true", "trainer__dp_replicate": replicas}
+    reason = layout_refused(tmp_path, table, ranks, **tables)
+    assert said in reason
+    assert bool(reason) == bool(said)
+
+
+def test_experts_of_a_model_that_has_none_are_refused_before_the_start(tmp_path):
+    parallel = {"trainer__expert_parallel": "true"}
+    dense = {"num_attention_heads": 4, "model_type": "qwen3"}
+    assert "has no experts. Leave it out" in layout_refused(tmp_path, dense, 2, **parallel)
+    unknown = dense | {"moe_experts_of_a_new_family": 8}
+    assert layout_refused(tmp_path, unknown, 2, **parallel) == ""
+
+
 class Elsewhere(LocalLauncher):
     name = "elsewhere"
     is_remote = True
@@ -290,7 +340,7 @@ def test_the_engine_of_the_first_weights_has_gpus_of_its_own(machine, monkeypatc
     served = env | {"orchestrator__initial": '{name = "m", base_url = "http://a:1/v1"}'}
     assert plan(four, **served) == GpuPlan(((0, 1, 2),), (3,))
     assert refused(machine(2), **env) == (
-        "inference.replicas: 2 engines (one for host.initial) cannot share 1 GPUs ([0]) "
+        "inference.replicas: 2 engines (one for host.initial) cannot share 1 GPU ([0]) "
         "equally. Change it, or deployment.inference_gpus."
     )
     monkeypatch.setattr(collect(load_plugins(), ALGORITHM)["grpo"].cls, "needs_ema", True)

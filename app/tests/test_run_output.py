@@ -10,7 +10,7 @@ import pytest
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.directory import log_dir, new_attempt
-from prime_rl_app.output import SafeView, say
+from prime_rl_app.output import SafeView, counted, say
 
 FAILURES = [
     BrokenPipeError(32, "Broken pipe"),
@@ -87,6 +87,11 @@ def test_a_second_ctrl_c_in_the_view_ends_the_run(run_dir, where):
         safe.refresh()
         safe.print("a restart")
         safe.ended()
+
+
+def test_a_count_of_one_has_no_plural():
+    counts = [counted(number, "key") for number in (0, 1, 2, 1200)]
+    assert counts == ["0 keys", "1 key", "2 keys", "1,200 keys"]
 
 
 def test_a_view_that_cannot_do_what_the_user_asked_for_refuses_at_the_start(run_dir):

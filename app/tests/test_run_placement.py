@@ -15,10 +15,11 @@ from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE
 from prime_rl_app import supervisor
-from prime_rl_app.children import LocalLauncher
+from prime_rl_app.children import QUIET_CPU, LocalLauncher
 from prime_rl_app.cli.app import app
-from prime_rl_app.commands import Keys
+from prime_rl_app.commands import RunKeys
 from prime_rl_app.config import load_config
+from prime_rl_app.forks import Forks, _read_early
 from prime_rl_app.placement import lay_out, plan
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +123,10 @@ def test_a_resumed_run_has_the_first_weights_too_if_a_loss_reads_them(tmp_path, 
     assert again.initial == Path(first.model_path)
     assert Path(again.model_path) == checkpoint.weights and not again.wait_for_model
     assert "model" in [task.name for task in launcher.tasks]
+    prime = ("--orchestrator.algo.type", "prime")  # assigns it without a table [trainer.losses]
+    head = ("--trainer.heads.implicit_reward.own_model", "true")
+    again = launch_of(Elsewhere(), *prime, *head, checkpoint=checkpoint)
+    assert again.initial == Path(first.model_path)
     with_table = ("--trainer.losses.ce.per_env", "true")  # an algorithm adds it beside its own loss
     again = launch_of(Elsewhere(), *with_table, checkpoint=checkpoint)
     assert again.initial == Path(first.model_path)
@@ -264,6 +269,22 @@ def test_trainers_have_expandable_segments_and_no_other_process(tmp_path, monkey
         assert settings == (expandable if name.startswith("trainer") else {}), name
 
 
+@pytest.mark.parametrize("name", [None, *ALLOCATOR])
+def test_without_a_gpu_one_fork_server_serves_engine_and_trainer(tmp_path, monkeypatch, name):
+    """A variable that only one of them has would start the other by itself: three CPU seconds."""
+    for each in ALLOCATOR:
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+    commands, _ = started(tmp_path)
+    forked = [commands[each] for each in ("inference", "trainer")]
+    forks = Forks()
+    assert all(forks._can_fork(each.argv, each.env) for each in forked)
+    engine, trainer = ({**QUIET_CPU, **each.env} for each in forked)
+    assert _read_early(engine) == _read_early(trainer)
+    assert engine != trainer
+
+
 @pytest.mark.parametrize("name", ALLOCATOR)
 def test_the_users_settings_of_the_allocator_stay(tmp_path, monkeypatch, name):
     for each in ALLOCATOR:
@@ -283,16 +304,16 @@ def test_a_trainer_node_gets_its_own_address(tmp_path):
 def test_sampling_needs_a_key_of_its_own_beyond_this_machine(monkeypatch):
     asked = config()
     monkeypatch.setenv("PRIME_RL_ADMIN_KEY", "secret")
-    keys = Keys.of_run(asked, is_remote=True)
+    keys = RunKeys.of_run(asked, is_remote=True)
     assert keys.admin == "secret" and keys.engine not in ("", "secret")
-    assert Keys.of_run(asked, is_remote=True).engine != keys.engine
-    assert Keys.of_run(asked, is_remote=False) == Keys("secret", "")  # loopback needs none
+    assert RunKeys.of_run(asked, is_remote=True).engine != keys.engine
+    assert RunKeys.of_run(asked, is_remote=False) == RunKeys("secret", "")  # loopback needs none
     monkeypatch.setenv("PRIME_RL_ENGINE_API_KEY", "mine")
-    assert Keys.of_run(asked, is_remote=True) == Keys("secret", "mine")
+    assert RunKeys.of_run(asked, is_remote=True) == RunKeys("secret", "mine")
 
 
 def test_a_run_of_its_own_gets_a_new_key_each_time():
-    assert len({Keys.of_run(config(), is_remote=False).admin for _ in range(3)}) == 3
+    assert len({RunKeys.of_run(config(), is_remote=False).admin for _ in range(3)}) == 3
 
 
 # -- choosing one ---------------------------------------------------------------------------

@@ -6,7 +6,18 @@ from collections import Counter
 import pytest
 from resolved_parts import resolved_with
 
-from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
+from prime_rl import (
+    Algorithm,
+    ConfigError,
+    Filter,
+    Monitor,
+    Observer,
+    PluginConfig,
+    PluginError,
+    TrainerObserver,
+    hookimpl,
+)
+from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.import_path import import_function
 from prime_rl.registry.manager import Hooks, load_plugins
@@ -16,8 +27,10 @@ from prime_rl_app.env_checks import check_algorithms, check_envs
 from prime_rl_app.models import build_model_maker
 from prime_rl_app.placement import lay_out
 from prime_rl_app.resolve import (
+    Resolved,
     build_engine,
     check,
+    check_engine,
     check_filters,
 )
 
@@ -153,7 +166,7 @@ def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
     message = refusal({"algo": {"type": "next_one"}})
     assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_one'")
     assert "max_rl, mt_grpo, online_dpo" in message
-    assert message.endswith("(by convention prime-rl-next-one).")
+    assert message.endswith("(by convention prime-rl-next-one, if there is one).")
 
 
 def test_an_unknown_key_of_the_algorithm():
@@ -216,13 +229,12 @@ def test_filters_by_slot():
         ({"trainer": {"token_export": {"enabled": True}},
           "plugins": {"disabled": ["observers"]}},
          "trainer.token_export: no installed plugin offers the trainer_observer 'token_export' "
-         "(installed: none). Install the package that brings it: pip install prime-rl-observers"),
+         "(installed: none). prime-rl-observers is installed and brings it, but is disabled"),
         ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
         ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
          "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
          "console, device_usage, disk, loss_checks, slow_steps, step_file, token_export). "
-         "Install the "
-         "package"),
+         "prime-rl-lora is installed and brings it, but is disabled"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),
@@ -285,6 +297,73 @@ def test_a_folder_that_is_no_model(tmp_path):
     assert build_model_maker(config(model={"name": str(tmp_path)}), Hooks()) is None
 
 
+class Loop(Observer):
+    name = "loop"
+
+    @staticmethod
+    def check(config):
+        raise ConfigError(f"loop saw {config.max_steps} step")
+
+
+class Lines(Monitor):
+    name = "lines"
+
+    @staticmethod
+    def check(config):
+        raise ConfigError(f"lines saw {config.max_steps} step")
+
+    def log(self, step, metrics): ...
+
+
+class Rows(TrainerObserver):
+    name = "rows"
+
+    @staticmethod
+    def check(config):
+        raise ConfigError(f"rows saw {config.max_steps} step")
+
+
+class Watching:
+    @hookimpl
+    def register_observers(self):
+        return [Loop, Lines, Rows]
+
+
+@pytest.fixture
+def watching(monkeypatch):
+    """Names the plugin of the three classes above under the given entry-point groups."""
+
+    def install(*groups):
+        def load(group="prime_rl", *, disabled=()):
+            hooks = Hooks(group)
+            installed = load_plugins(group, disabled=disabled)
+            hooks.sources |= installed.sources
+            for name, plugin in installed.list_name_plugin():
+                hooks.register(plugin, name)
+            if group in groups:
+                hooks.register(Watching(), "watching")
+            return hooks
+
+        monkeypatch.setattr(resolve, "load_plugins", load)
+
+    return install
+
+
+def test_every_observer_that_takes_part_may_refuse_the_config(watching):
+    watching("prime_rl", "prime_rl.trainer")
+    assert refusal().splitlines() == ["loop saw 1 step", "rows saw 1 step"]
+    with_monitor = refusal(monitors={"lines": {}}).splitlines()
+    assert with_monitor == ["lines saw 1 step", "loop saw 1 step", "rows saw 1 step"]
+
+
+def test_an_observer_that_no_process_would_load_is_refused(watching):
+    watching("prime_rl")
+    with pytest.raises(PluginError, match="the TrainerObserver Rows would never run"):
+        check(config())
+    with pytest.raises(PluginError, match="the TrainerObserver Rows would never run"):
+        check(config(plugins={"disabled": ["wandb"]}))  # of another distribution
+
+
 def test_a_disabled_plugin_offers_nothing():
     message = refusal(plugins={"disabled": ["grpo"]})
     assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'grpo'")
@@ -304,6 +383,10 @@ class Level(PluginConfig):
 class Noisy(Filter):
     name = "noisy"
     config_class = Level
+
+    @hookimpl
+    def filter_rollout(self, rollout, group):
+        return None
 
 
 class Brings:
@@ -358,14 +441,25 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
         "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
-        "engine_metrics, hook_watch, save_rollouts, watchdog). Install the package that brings "
-        "one: pip install prime-rl-evals"
+        "checkpoint_metrics, engine_metrics, heartbeat, hook_watch, save_rollouts, watchdog). "
+        "Install the package that brings one: pip install prime-rl-evals"
     )
     check(config(**without))
-    without["plugins"] = {"disabled": ["observers"]}
-    message = refusal({"weights_timeout": 9.0}, **without)
-    assert message.startswith("orchestrator.weights_timeout: no installed observer reads it")
-    assert message.endswith("pip install prime-rl-observers")
+    without["plugins"] = {"disabled": ["app"]}
+    message = refusal({"save_rollouts": True}, **without)
+    assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")
+    assert "the package that brings one: pip install prime-rl-app" in message
+
+
+def test_the_package_of_the_defaults_can_be_disabled_and_core_cannot(monkeypatch):
+    check(config(plugins={"disabled": ["prime-rl"]}))  # its defaults were taken before
+    monkeypatch.setenv("PRIME_RL_DISABLE", "prime-rl")
+    message = refusal()
+    assert "inference.engine: no engine is set" in message
+    assert "Set inference.engine (installed: " in message
+    monkeypatch.delenv("PRIME_RL_DISABLE")
+    message = refusal(plugins={"disabled": ["prime-rl-core"]})
+    assert message.startswith("plugins.disabled: no installed plugin is called 'prime-rl-core'")
 
 
 def test_a_disabled_plugin_that_is_not_there():
@@ -607,3 +701,17 @@ def test_a_frozen_models_key_that_is_not_set_is_refused_before_the_start(monkeyp
     )
     monkeypatch.setenv("KEY_OF_A_TEACHER", "x")
     check(config(table))
+
+
+def test_engines_elsewhere_need_a_key_and_a_gpu_of_their_own(monkeypatch):
+    inference = {"base_url": "http://a:1", "admin_key_var": "ENGINES"}
+    monkeypatch.delenv("ENGINES", raising=False)
+    table = {"model": {"name": "m"}, "max_steps": 1, "inference": inference}
+    run = RunConfig.model_validate(table)
+    with pytest.raises(ConfigError, match=r"environment variable ENGINES .* is not set"):
+        check_engine(Resolved(run))
+    monkeypatch.setenv("ENGINES", "key")
+    check_engine(Resolved(run))
+    shared = run.model_copy(update={"deployment": DeploymentConfig(colocated=True)})
+    with pytest.raises(ConfigError, match=r"deployment\.colocated .* inference\.base_url"):
+        check_engine(Resolved(shared))

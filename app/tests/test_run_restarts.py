@@ -20,7 +20,7 @@ from prime_rl.rundir.machine import free_ports
 from prime_rl.rundir.status import Status
 from prime_rl.weights.versions import Weights
 from prime_rl_app.children import LocalLauncher, Pause, end
-from prime_rl_app.restarts import Restarts
+from prime_rl_app.restarts import EngineRestarts
 
 
 class Fake(Process):
@@ -83,7 +83,7 @@ def run(tmp_path):
     (tmp_path / "status").mkdir()
     printed = []
     launcher = Starts()
-    restarts = Restarts(launcher, tmp_path, 2, printed.append, launcher.clock.monotonic)
+    restarts = EngineRestarts(launcher, tmp_path, 2, printed.append, launcher.clock.monotonic)
     processes = [
         begin(restarts, Task("inference", "inference"), command("a")),
         begin(restarts, Task("inference_1", "inference", 1), command("b")),
@@ -270,7 +270,7 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
         monkeypatch.setattr(f"prime_rl.inference.{module}.time", clock)
     (port,), printed = free_ports(1), []
     command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
-    restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, printed.append)
+    restarts = EngineRestarts(LocalLauncher(PluginConfig()), tmp_path, 2, printed.append)
     first = begin(restarts, Task("inference", "inference"), command)
     processes, url = [first], f"http://127.0.0.1:{port}"
     fleet = Fleet(

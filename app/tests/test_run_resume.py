@@ -21,7 +21,7 @@ from prime_rl_app.cli.app import app
 from prime_rl_app.cli.run import split_resume
 from prime_rl_app.config import build_config
 from prime_rl_app.resolve import Resolved
-from prime_rl_app.resume import Plan, begin, config_drift, rewind, version_drift
+from prime_rl_app.resume import ResumePlan, begin, config_drift, rewind, version_drift
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:
@@ -45,7 +45,7 @@ def checkpoint(run_dir: Path, step: int, asked: RunConfig) -> Checkpoint:
     return complete(run_dir, step)
 
 
-def plan(asked: RunConfig, what: str) -> Plan:
+def plan(asked: RunConfig, what: str) -> ResumePlan:
     found = Resolved(asked, what).earlier_run
     assert found is not None
     return found
@@ -309,7 +309,7 @@ def test_a_disk_that_refuses_a_rewind_says_so_and_latest_is_then_where_it_was_to
         checkpoint(run_dir, step, asked)
     (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, text: str, encoding: str, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)

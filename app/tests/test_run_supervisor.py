@@ -13,7 +13,7 @@ from prime_rl import RunError
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.status import read_status
-from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl.rundir.checkpoints import CHECKSUMS, finished
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import DONE, Status
@@ -70,7 +70,7 @@ def test_the_error_names_the_checkpoint_to_resume_from(spawn, view):
         folder = finished(view.run_dir, step).directory
         folder.mkdir(parents=True)
         if whole:
-            (folder / STABLE).touch()
+            (folder / CHECKSUMS).touch()
     names = ("inference", "trainer", "orchestrator")
     children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
     with pytest.raises(RunError, match=r"\n--resume continues from the checkpoint of step 10\.$"):

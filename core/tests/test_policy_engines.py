@@ -1,6 +1,7 @@
 """Episodes and scores of the live policy: at the engine that has the group, else at another."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from prime_rl import EngineError
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
 from prime_rl.inference.scorer import PromptScorer
+from prime_rl.inference.timing import EPISODE_TRIES
 from prime_rl.orchestrator.engines import report_engines
 from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.plugins.status import read_status
@@ -66,11 +68,24 @@ async def test_an_outage_repeats_the_episode_and_any_other_failure_is_a_result()
 
 
 async def test_an_episode_that_keeps_failing_at_a_live_engine_has_failed():
+    broken = replace(AWAY, status_code=500)
+
     async def episode(endpoint):
-        return [AWAY]
+        return [broken]
 
     async with fleet_of(Engine(), poll=0.001) as fleet:
-        assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [AWAY]
+        assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [broken]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_is_overloaded_has_more_tries_than_one_that_fails(status):
+    answers = [[replace(AWAY, status_code=status)]] * (3 * EPISODE_TRIES) + [[GOOD]]
+
+    async def episode(endpoint):
+        return answers.pop(0)
+
+    async with fleet_of(Engine(), poll=0.00001) as fleet:
+        assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [GOOD]
 
 
 async def test_an_episode_whose_engines_went_away_has_failed_and_says_so(monkeypatch):

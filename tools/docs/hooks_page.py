@@ -13,6 +13,7 @@ from tools.docs.markdown import GENERATED, one_line, plain, table
 
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.observer import Observer
 from prime_rl.registry.checks import ASYNC_HOOKS, SHARED_HOOKS, SPECS, TRAINER_HOOKS
 from prime_rl.registry.offers import KINDS
 
@@ -21,7 +22,7 @@ IMPLEMENTERS = {
     "sampling": "the env's own algorithm; any installed plugin, for every env",
     "scoring": "the env's own algorithm; any installed plugin, for every env",
     "filtering": "a filter of the slot; any installed plugin, for every slot",
-    "observation": "any installed plugin; not an algorithm or a filter",
+    "deprecated": "any installed plugin; not an algorithm or a filter",
 }
 """Who may implement the hooks of a section, by the section's name in ``hookspecs``."""
 
@@ -43,6 +44,7 @@ def hooks_page() -> str:
         parts.append(f"## {section.name.capitalize()}: {section.comment}")
         parts += [hook(name, section) for name in section.hooks]
     parts += ["## Classes that plugins register", _kinds()]
+    parts += ["## Events of an `Observer`", _events()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -94,6 +96,21 @@ def _results(spec: Callable[..., Any]) -> str:
     if annotation.startswith("Iterable[type["):
         return "all are collected; two classes with the same name stop the run"
     return "all implementations are called; the results combine as described above"
+
+
+def _events() -> str:
+    """The methods of ``Observer`` that the loop calls, in the order of the class."""
+    others = {"__init__", "check"}
+    methods = {
+        name: each
+        for name, each in vars(Observer).items()
+        if inspect.isfunction(each) and name not in others
+    }
+    rows = [
+        (f"`{signature(each)}`", one_line((each.__doc__ or "").partition("\n\n")[0]))
+        for each in methods.values()
+    ]
+    return table(("method", "when"), rows)
 
 
 def _kinds() -> str:

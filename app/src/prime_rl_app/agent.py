@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_failure(run_dir: Path, error: Exception) -> None:
-    """Say what was wrong, as the trainer does, so that the run does not try the same again. What a
-    rank has said stays: torchrun's own error only counts ranks."""
+    """Report the error as the trainer does, so that the run does not retry. A rank's own error is
+    kept, because torchrun's error only counts ranks."""
     ours = identity(os.environ)
     of_ranks = type(error).__name__ in ("ChildFailedError", "SignalException")
     if ours is None or of_ranks:
@@ -86,14 +86,14 @@ def run_torchrun(options: argparse.Namespace) -> int:
 
     # Else torchrun resolves our host name, perhaps to loopback or another network.
     address = os.environ.get(NODE_ADDRESS)
-    own = []
+    addresses = []
     if address:
         hosts = int(options.endpoint.rpartition(":")[0].strip("[]") == address)
-        own = [f"--local-addr={address}", f"--rdzv-conf=is_host={hosts}"]
+        addresses = [f"--local-addr={address}", f"--rdzv-conf=is_host={hosts}"]
 
     torchrun(
         [
-            *own,
+            *addresses,
             f"--nnodes={options.nodes}",
             f"--nproc-per-node={options.ranks // options.nodes}",
             "--rdzv-backend=c10d",
@@ -155,8 +155,8 @@ def _report(codes: Sequence[int | None]) -> int:
     they may have failed because of it."""
     failed = [(-(_signal(code) or 0), code, rank) for rank, code in enumerate(codes) if code]
     _, code, rank = min(failed)
-    found = _signal(code)
-    how = f"was ended by {found.name}" if found else f"exited with code {code}"
+    ending = _signal(code)
+    how = f"was ended by {ending.name}" if ending else f"exited with code {code}"
     print(f"trainer rank {rank} of {len(codes)} {how}", file=sys.stderr)
     return 1
 

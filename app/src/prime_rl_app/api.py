@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
+import math
 import os
 import shlex
 import threading
@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prime_rl import ConfigError, Rollout, RunError
+from prime_rl.rundir.rows import metrics_of, read_table
 from prime_rl.rundir.status import read_rows
-from prime_rl_app.rollouts import read_rollouts, step_files
-from prime_rl_app.runs import LATEST, find_run, run_info
+from prime_rl_app.run_states import LATEST, find_run, run_info
+from prime_rl_app.saved_rollouts import read_rollouts, step_files
 
 Config: TypeAlias = str | Path | Sequence[str | Path] | Mapping[str, Any]
 """The path of a TOML file; several, composed left to right; or the TOML's tables as a dict."""
@@ -65,8 +66,9 @@ def train(
     With ``prompts`` and ``reward`` no config is needed. ``prompts``: a list of dicts or texts, a
     data set, a table or a frame; or the name of a file or of a data set of the hub. ``reward``: a
     function, an import path, or a list of them; each takes by name what it needs of ``reply``,
-    ``prompt``, ``messages``, ``completion_ids`` and the columns of the row. ``weights``: by term.
-    ``in_process``: the functions are quick, and run in the orchestrator. ``docs/python.md``.
+    ``prompt``, ``messages``, ``completion_ids`` and the columns of the row. ``weights``: one for
+    each term. ``in_process``: the functions are quick, and run in the orchestrator.
+    ``docs/python.md``.
 
     ``model``: ``model.name``, or the table. ``on_step``: called after each step with the run.
     ``overrides`` lie over the config: ``max_steps=20``, ``trainer={"optim": {"lr": 1e-4}}`` or
@@ -81,6 +83,7 @@ def train(
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.cli.run import train as train_in
     from prime_rl_app.config import build_config, fitted
+    from prime_rl_app.errors import explained
     from prime_rl_app.models import check_made
     from prime_rl_app.resolve import check
     from prime_rl_app.resume import begin
@@ -118,7 +121,10 @@ def train(
             in_process=in_process,
         )
 
-    whole, notices = fitted(build_config(table))
+    try:
+        whole, notices = fitted(build_config(table))
+    except ConfigError as error:  # with the key of ours for one of another framework
+        raise ConfigError(explained(str(error), [])) from error
     notices += settle(os.environ)
     print(*notices, sep="\n", end="\n" * bool(notices))
     resolved = check(whole, None if resume is None else str(resume))
@@ -130,13 +136,13 @@ def train(
             assert chosen.run_dir is not None
             return Run(chosen.run_dir)
         with begin(whole, chosen) as (run_dir, checkpoint):
-            calls = [partial(each, Run(run_dir)) for each in callbacks]
+            calls = _calls(callbacks, run_dir)
             train_in(resolved, run_dir, _again(run_dir), checkpoint, calls)
         return Run(run_dir)
 
     run_dir = make_run_dir(whole)
     with held(run_dir):
-        calls = [partial(each, Run(run_dir)) for each in callbacks]
+        calls = _calls(callbacks, run_dir)
         train_in(resolved, run_dir, _again(run_dir), None, calls)
     return Run(run_dir)
 
@@ -157,7 +163,10 @@ def _with_functions(
             "train: prompts and reward need the package prime-rl-environments: "
             "pip install prime-rl-environments"
         )
-    table = copy.deepcopy(merge(QUICK, table))
+    quick = copy.deepcopy(QUICK)
+    if table.get("orchestrator", {}).get("token_batch_size") is not None:
+        del quick["orchestrator"]["batch_size"]
+    table = copy.deepcopy(merge(quick, table))
     if not isinstance(table.get("model"), Mapping) or not table["model"].get("name"):
         raise ConfigError(
             "train: model is missing: a folder, a hub id (owner/name), or a model that is made "
@@ -174,14 +183,15 @@ def _with_functions(
     settings["output_dir"] = output_dir
     train_table["env"] = [function_env(prompts, reward, **settings)]
     if eval_prompts is not None:
-        env = function_env(eval_prompts, reward, **settings)
+        try:
+            env = function_env(eval_prompts, reward, **settings)
+        except ConfigError as error:
+            raise ConfigError(f"eval_prompts: {error}") from error
         orchestrator.setdefault("eval", {}).setdefault("env", []).append(env)
     workers = orchestrator.setdefault("workers", {})
     # The key of the functions' seal, which the environments' processes need.
     passed = [*workers.get("pass_env", ()), FUNCTIONS_KEY]
     workers["pass_env"] = list(dict.fromkeys(passed))
-    if "renderer" not in orchestrator:
-        orchestrator["renderer"] = _renderer_for(str(table["model"]["name"]))
     return table
 
 
@@ -189,21 +199,15 @@ FUNCTIONS_KEY = "PRIME_RL_FUNCTIONS_KEY"
 """Environment variable with the key that seals the functions of a script."""
 
 
-def _renderer_for(model: str) -> dict[str, str]:
-    """The installed default if it knows the model, else the one that uses the model's own chat
-    template."""
-    from prime_rl.registry.manager import load_plugins
-    from prime_rl.registry.offers import RENDERER, collect, make
-    from prime_rl_app.config import installed_defaults
+def _calls(
+    callbacks: Sequence[Callable[[Run], object]], run_dir: Path
+) -> list[Callable[[int], object]]:
+    """Each function with the run as it was after the step."""
 
-    hooks = load_plugins()
-    name = installed_defaults().get("orchestrator", {}).get("renderer", {}).get("name", "auto")
-    try:
-        make(RENDERER, name, {}, hooks, RENDERER.key).check(model)
-        return {"name": name}
-    except ConfigError:
-        other = "default"
-        return {"name": other if other in collect(hooks, RENDERER) else name}
+    def call(function: Callable[[Run], object], step: int) -> object:
+        return function(Run(run_dir, up_to=step))
+
+    return [partial(call, each) for each in callbacks]
 
 
 def _again(run_dir: Path) -> str:
@@ -233,11 +237,19 @@ def _table(config: Config, overrides: Mapping[str, Any]) -> dict[str, Any]:
 class Run:
     """A run on disk, in progress or ended. Everything is read anew at each access."""
 
-    def __init__(self, run: str | Path = LATEST, output_dir: str | Path = "outputs") -> None:
-        """``run``: its path; its name in ``output_dir``; or ``"latest"``, the newest there. Raises
-        ``ConfigError`` if there is none."""
+    def __init__(
+        self,
+        run: str | Path = LATEST,
+        output_dir: str | Path = "outputs",
+        *,
+        up_to: int | None = None,
+    ) -> None:
+        """``run``: its path; its name in ``output_dir``; or ``"latest"``, the newest there.
+        ``up_to``: a step; later steps are left out of ``step``, ``metrics``, ``evals`` and
+        ``rollouts``. Raises ``ConfigError`` if there is none."""
         self.path = find_run(str(run), Path(output_dir))
         """The run directory."""
+        self._up_to = math.inf if up_to is None else up_to
 
     @property
     def name(self) -> str:
@@ -252,12 +264,16 @@ class Run:
     @property
     def step(self) -> int:
         """Batches so far."""
-        return run_info(self.path).step
+        return int(min(run_info(self.path).step, self._up_to))
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config."""
-        table: dict[str, Any] = json.loads((self.path / "configs" / "run.json").read_text())
+        """The resolved config. Raises ``RunError`` if its file is missing or damaged."""
+        path = self.path / "configs" / "run.json"
+        try:
+            table: dict[str, Any] = read_table(path)
+        except FileNotFoundError as error:
+            raise RunError(f"{self.path} is no run directory: {path} does not exist") from error
         return table
 
     @property
@@ -266,8 +282,10 @@ class Run:
         step lacks it. ``.to_pandas()`` makes a DataFrame. ``docs/run-directory.md`` lists the
         metrics."""
         rows: dict[int, dict[str, Any]] = {}
-        for line in _lines(self.path / "metrics.jsonl"):
-            rows.setdefault(line["step"], {}).update(line)
+        for line in read_rows(self.path / "metrics.jsonl"):
+            if line["step"] > self._up_to:
+                continue
+            rows.setdefault(line["step"], {}).update(metrics_of(line))
         names = dict.fromkeys(["step", *(name for row in rows.values() for name in row)])
         ordered = [rows[step] for step in sorted(rows)]
         return importlib.import_module("pyarrow").table(
@@ -277,12 +295,14 @@ class Run:
     @property
     def evals(self) -> list[dict[str, Any]]:
         """The held-out evaluations, one per env and version, in order."""
-        return _lines(self.path / "evals.jsonl")
+        lines = _lines(self.path / "evals.jsonl")
+        return [line for line in lines if line["policy_version"] <= self._up_to]
 
     def rollouts(self, step: int | None = None, *, dropped: bool = False) -> Iterator[Rollout]:
         """The rollouts that trained, of one step or of all, in order; ``dropped``: those that a
         filter dropped too. Raises ``RunError`` if nothing is saved for the step."""
-        files = step_files(self.path)
+        every = step_files(self.path)
+        files = {number: path for number, path in every.items() if number <= self._up_to}
         if step is not None and step not in files:
             saved = f"{min(files)} to {max(files)}" if files else "none"
             raise RunError(f"{self.path}: no rollouts of step {step} are saved (saved: {saved})")
@@ -345,10 +365,9 @@ class Run:
         """Copy the trained model to a folder, or upload it to the hub. Returns the folder or the
         address.
 
-        ``to``: a folder, or a hub id (``owner/name``) that is no path. ``private``: of a repository
-        that the upload creates. A folder that holds something else is refused. Raises
-        ``ConfigError``, and ``RunError`` before the end of the run.
-        """
+        ``to``: a folder, or a hub id (``owner/name``) that is no path. ``private``: whether a
+        new repository is private. A folder that holds something else is refused. Raises
+        ``ConfigError``, and ``RunError`` before the end of the run."""
         from prime_rl_app.push import push
 
         return push(self.weights, to, private)

@@ -15,7 +15,7 @@ from prime_rl.rundir.control import STOP
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.status import DONE, Status
 from prime_rl_app.children import Pause
-from prime_rl_app.commands import Commands, Keys
+from prime_rl_app.commands import Commands, RunKeys
 from prime_rl_app.placement import engine_url, lay_out, plan
 from prime_rl_app.resolve import Resolved
 from prime_rl_app.resume import newest, rewind
@@ -34,11 +34,12 @@ class Attempts:
         self._launcher = resolved.launcher
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
-        self._keys = Keys.of_run(self._config, self._launcher.is_remote)
+        self._keys = RunKeys.of_run(self._config, self._launcher.is_remote)
         self.commanded: Callable[[Task, ProcessCommand], None] = lambda task, command: None
         """Learns how each task is started."""
         self.engines: tuple[Task, ...] | None = None
-        """The policy's, some of which have joined since the start; None before it."""
+        """Engines of the policy, some of which have joined since the start; None before the
+        start."""
         self.processes: list[Process] = []
 
     def start(self, checkpoint: Checkpoint | None) -> None:
@@ -48,7 +49,7 @@ class Attempts:
         run_dir = self._run_dir
         reports = [f"status/{name}.json" for name in ("model", "orchestrator", "trainer")]
         agents = (run_dir / "status").glob("trainer_*.json")
-        # Of the attempt before: they say that it was done, or why it failed.
+        # Files of the attempt before: they say that it was done, or why it failed.
         for left in (run_dir / STOP, *(run_dir / report for report in reports), *agents):
             left.unlink(missing_ok=True)
 
@@ -64,11 +65,23 @@ class Attempts:
         kept = {process.name for process in self.processes}
         new = [task for task in layout.tasks if task.name not in kept]
         self._places |= launcher.place(new, run_dir, wait_for)
-        launch = plan(self._resolved, layout, self._places, checkpoint, engines_kept=bool(kept))
+        launch = plan(
+            self._resolved,
+            layout,
+            places=self._places,
+            checkpoint=checkpoint,
+            engines_kept=bool(kept),
+        )
         status.report(DONE)
         launch.write(run_dir)
         seen = run_dir.absolute() if launcher.is_remote else run_dir
-        self.commands = Commands(self._config, launch, seen, self._resolved.engine, self._keys)
+        self.commands = Commands(
+            config=self._config,
+            launch=launch,
+            run_dir=seen,
+            engine=self._resolved.engine,
+            keys=self._keys,
+        )
         for task in layout.tasks:
             command = self.commands.of(task)
             self.commanded(task, command)
@@ -86,12 +99,12 @@ class Attempts:
         return self._launcher.start(task, command)
 
     def announce(self, elsewhere: Sequence[str] = ()) -> None:
-        """Tell the orchestrator where the policy's engines are now: the run's, else those that the
-        user runs."""
+        """Tell the orchestrator where the policy's engines are now: the engines of the run, else
+        those of the user."""
         names = [task.name for task in self.engines or ()]
-        own = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
+        urls = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
         launch = self.commands.launch
-        launch = replace(launch, engine_urls=[*own, *elsewhere], engine_names=names)
+        launch = replace(launch, engine_urls=[*urls, *elsewhere], engine_names=names)
         launch.write(self._run_dir)
         self.commands = dataclasses.replace(self.commands, launch=launch)
 

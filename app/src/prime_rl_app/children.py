@@ -3,6 +3,7 @@ the launcher ``local``, whose processes are children of this one."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -38,6 +39,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
+SAME_SECONDS = 1.0
+"""A SIGTERM that follows another so soon is the same request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +140,19 @@ def first_signal_asks() -> Iterator[Callable[[], bool]]:
     """The first SIGINT, SIGTERM or SIGHUP requests a stop, the second raises ``KeyboardInterrupt``.
     Yields a function that returns whether the first has arrived."""
     heard: list[int] = []
+    last_term = -math.inf
 
     def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal last_term
         # A terminal that closes sends SIGHUP twice: from the kernel, and from the shell.
         if number == signal.SIGHUP and number in heard:
             return
+        # GNU `timeout` and some schedulers send SIGTERM to the process and to its group at once.
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if now - last_term < SAME_SECONDS:
+                return
+            last_term = now
         heard.append(number)
         if len(heard) > 1:
             raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -13,29 +14,31 @@ from urllib.parse import urlsplit
 from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
 from prime_rl.entries import DISABLE, disabled
+from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.proxies import LOCAL, settle
 from prime_rl.rundir.attempts import ORCHESTRATOR, PROCESS, newest_attempt
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
+from prime_rl.rundir.logs import JSON_LOGS
 from prime_rl.rundir.status import process_name
+from prime_rl.variables import SECRET
+from prime_rl_app.forks import ALLOCATOR
 
 PYTHON = [sys.executable, "-P", "-m"]
 """``-P``: no file in the working directory replaces a module of Python's or a plugin."""
 MODEL = "prime_rl_app.models"
 TRAINER = "prime_rl.trainer"
 """The modules that these processes run."""
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Names of the settings of torch's allocator on a GPU."""
 EXPANDABLE = {ALLOCATOR[0]: "expandable_segments:True"}
-"""Rows of varied length otherwise leave pieces of memory that no later row fits into. Of trainers
-only: vLLM manages the memory that it gives back when it sleeps in its own way."""
+"""Rows of varied length otherwise leave pieces of memory that no later row fits into. Only for
+trainers: vLLM has its own way to manage the memory that it gives back when it sleeps."""
 AGENT = "prime_rl_app.agent"
 """The module of the process that starts the trainer's ranks of one node."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class RunKeys:
     """The run's secrets. They are passed by the environment because argument lists are public."""
 
     admin: str
@@ -43,13 +46,13 @@ class Keys:
     """Key of the sampling routes; empty: they need none."""
 
     @classmethod
-    def of_run(cls, config: RunConfig, is_remote: bool) -> Keys:
+    def of_run(cls, config: RunConfig, is_remote: bool) -> RunKeys:
         """Keys from the environment, else new ones. Remote launchers protect sampling too."""
-        given = os.environ.get(config.inference.admin_key_var)
+        admin_key = os.environ.get(config.inference.admin_key_var)
         if config.inference.base_url:
-            return cls(given or "", os.environ.get(ENGINE_KEY, ""))
+            return cls(admin_key or "", os.environ.get(ENGINE_KEY, ""))
         new = secrets.token_urlsafe(24) if is_remote else ""
-        return cls(given or secrets.token_urlsafe(24), os.environ.get(ENGINE_KEY) or new)
+        return cls(admin_key or secrets.token_urlsafe(24), os.environ.get(ENGINE_KEY) or new)
 
     @property
     def env(self) -> dict[str, str]:
@@ -57,7 +60,7 @@ class Keys:
         return {ADMIN_KEY: self.admin} | ({ENGINE_KEY: self.engine} if self.engine else {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Commands:
     """How to start the processes of one launch."""
 
@@ -65,7 +68,7 @@ class Commands:
     launch: Launch
     run_dir: Path
     engine: Engine
-    keys: Keys
+    keys: RunKeys
 
     def of(self, task: Task) -> ProcessCommand:
         """The command of one task."""
@@ -75,15 +78,18 @@ class Commands:
         # The model is, or will be, a local folder.
         env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
         needs = [self.run_dir / "configs" / "launch.json"]
+        env |= variables_of(self.config, task.part)
+        if self.config.log.json_logging:
+            env[JSON_LOGS] = "1"
         without = disabled() | {*self.config.plugins.disabled}
         if without:
             env[DISABLE] = ",".join(sorted(without))
         if task.part == "model":  # the only process that may access the hub
-            own = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
+            variables = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
             return ProcessCommand(
                 [*module, MODEL, str(self.run_dir)],
                 log=log,
-                env=own,
+                env=variables,
                 needs=needs,
                 inherits=None,
             )
@@ -100,7 +106,13 @@ class Commands:
         env |= self.keys.env | unproxied(engines, self.config.inference.base_url or ())
         if task.part == "inference":
             command = self.engine.command(
-                engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
+                engine_launch(
+                    self.config,
+                    self.launch,
+                    run_dir=self.run_dir,
+                    admin_key=self.keys.admin,
+                    number=task.number,
+                )
             )
             return ProcessCommand(
                 command.argv,
@@ -114,7 +126,7 @@ class Commands:
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
             # The user's own settings replace ours, also on a machine that does not inherit them.
             users = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
-            env |= users or EXPANDABLE
+            env |= {} if env.keys() & {*ALLOCATOR} else users or EXPANDABLE
             return ProcessCommand(
                 trainer_command(self.launch, self.run_dir),
                 log=log,
@@ -126,6 +138,45 @@ class Commands:
         # `kill_left` finds it by this path: it hides its environment.
         command_line = [*module, ORCHESTRATOR, str(self.run_dir.resolve())]
         return ProcessCommand(command_line, log=log, env=env, needs=needs, inherits=None)
+
+
+OWN = re.compile(
+    r"PRIME_RL_\w+|CUDA_VISIBLE_DEVICES|HF_HUB_OFFLINE|NO_PROXY|no_proxy|(LOCAL_)?(RANK|WORLD_SIZE)|"
+    r"MASTER_(ADDR|PORT)"
+)
+"""Variables that the run itself sets."""
+
+
+def variables_of(config: RunConfig, part: str) -> dict[str, str]:
+    """What ``env_vars`` of the config has for a process of a ``part`` of the run, such as
+    ``trainer``."""
+    table = getattr(config, part, None)
+    return {**config.env_vars, **getattr(table, "env_vars", {})}
+
+
+def check_variables(config: RunConfig) -> None:
+    """``env_vars`` has no key, which the run directory would show, and nothing that the run sets.
+    Raises ``ConfigError``."""
+    tables = {
+        "env_vars": config.env_vars,
+        "trainer.env_vars": config.trainer.env_vars,
+        "orchestrator.env_vars": config.orchestrator.env_vars,
+        "inference.env_vars": config.inference.env_vars,
+    }
+    for where, variables in tables.items():
+        for name in variables:
+            if SECRET.fullmatch(name):
+                raise ConfigError(
+                    f"{where}.{name}: by its name it is a secret, and the config is written to the "
+                    "run directory. Export it in the shell that starts the run, and name it in "
+                    "deployment.pass_env (engines, trainer) or orchestrator.workers.pass_env "
+                    "(environment workers); the orchestrator gets it anyway."
+                )
+            if OWN.fullmatch(name):
+                raise ConfigError(
+                    f"{where}.{name}: the run sets this variable itself. Leave it out; GPUs are "
+                    "chosen by deployment.trainer_gpus and deployment.inference_gpus."
+                )
 
 
 def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
@@ -145,8 +196,8 @@ def unproxied(engine_urls: Sequence[str], elsewhere: Sequence[str] = ()) -> dict
     excepts."""
     environ = {**os.environ}
     settle(environ, elsewhere)
-    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    hosts = [*given.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
+    exceptions = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = [*exceptions.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
     value = ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip()))
     return {"NO_PROXY": value, "no_proxy": value}
 
@@ -178,4 +229,5 @@ def engine_launch(
         policy_version=launch.engine_version if lives else 0,
         python=config.inference.interpreter,
         can_sleep=config.deployment.colocated,
+        records_routes=lives and config.trainer.router_replay,
     )

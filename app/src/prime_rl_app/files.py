@@ -26,4 +26,7 @@ def reading(path: Path) -> Iterator[None]:
         *(AssertionError, RecursionError, MemoryError),
     ) as error:
         said = " ".join(str(error).split())[:300]
-        raise RunError(f"{path} is damaged: {type(error).__name__}: {said}") from error
+        # Our readers raise a plain ValueError, which says where, what was expected and found.
+        is_told = type(error) is ValueError
+        kind = "" if is_told else f"{type(error).__name__}: "
+        raise RunError(f"{path} is damaged: {kind}{said}") from error

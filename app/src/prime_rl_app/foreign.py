@@ -5,6 +5,7 @@ One table serves ``prime-rl migrate`` and every error about an unknown key.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import NoneType
@@ -27,24 +28,25 @@ class Foreign(NamedTuple):
     note: str = ""
 
 
-MOE = "expert parallelism: the trainer shards every expert over all ranks (FSDP)"
+DROPOUT = "the trainer has no dropout: tokens are sampled without it"
+MOE = "trainer.expert_parallel = true spreads the experts over all ranks of a copy (dp_replicate)"
 ROUTER = "the run spreads its requests over the replicas by itself"
 DISAGGREGATED = "prefill and decode on separate engines is not supported"
 OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
-SFT = "a key of supervised fine-tuning, which migrate does not translate"
+ONE_DATA_SET = "[sft] trains on one data set; join them before"
 PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
-EXPORT = "export it in the shell that starts the run; launcher ray: launcher.forward_env"
 REWARDS = "rewards are part of an environment: orchestrator.train.env"
+_BEAT = "url_var names a variable with a URL that holds a secret"
 ONE_CKPT = "one [ckpt] holds the state of trainer and orchestrator"
 DATA = "an environment brings its data: orchestrator.train.env"
 
 PRIME_RL: dict[str, Foreign] = {
     # The whole run.
+    "clean_output_dir": Foreign(None, "a run directory is never reused; give another run.name"),
     "clean": Foreign(None, "a run directory is never reused; delete it, or give another run.name"),
     "resume.**": Foreign(None, "on the command line: prime-rl run CONFIG --resume [STEP|DIR]"),
     "run.dir": Foreign("run.name"),
     "bench.**": Foreign(None, "prime-rl plan estimates a run"),
-    "env_vars.**": Foreign(None, EXPORT),
     "slurm.**": Foreign(None, "migrate writes an sbatch file from this table"),
     "tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
     "monitors.prime.**": Foreign(None, "the platform of upstream; use monitors.wandb"),
@@ -58,7 +60,6 @@ PRIME_RL: dict[str, Foreign] = {
     "wandb.offline": Foreign("monitors.wandb.mode", 'true is mode = "offline"'),
     "wandb.log_extras.**": Foreign(None, "monitors.wandb.table_interval and table_rows"),
     "log.vf_level": Foreign("log.level"),
-    "log.json_logging": Foreign(None, "logs are text; metrics.jsonl has every number as JSON"),
     "log.interval": Foreign(None, "monitors.file.interval sets the steps between full lines"),
     "log.log_data": Foreign(None, "trainer.token_export writes what was trained"),
     "log.ranks_filter": Foreign(None, "each rank has a log of its own"),
@@ -85,6 +86,8 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     "deployment.gpus_per_node": Foreign(None, "launcher ray finds the GPUs of each node"),
     "deployment.num_train_gpus": Foreign("trainer.num_ranks"),
+    "deployment.num_gpus": Foreign("trainer.num_ranks"),
+    "deployment.num_nodes": Foreign("deployment.trainer_nodes"),
     "deployment.num_infer_gpus": Foreign(
         "inference.replicas", "one engine for each tensor_parallel_size GPUs"
     ),
@@ -110,7 +113,7 @@ PRIME_RL: dict[str, Foreign] = {
         "inference.replicas", "each replica is an engine of its own"
     ),
     "inference.vllm.enable_lora": Foreign(None, "set by the run if trainer.lora is there"),
-    "inference.vllm.enable_return_routed_experts": Foreign(None, "router replay is not supported"),
+    "inference.vllm.enable_return_routed_experts": Foreign(None, "set by trainer.router_replay"),
     "inference.vllm.quantization": Foreign(None, "the policy is sampled in full precision"),
     "inference.vllm.reasoning_parser": Foreign(None, "the renderer parses replies"),
     "inference.vllm.tool_call_parser": Foreign(None, "the renderer parses replies"),
@@ -126,7 +129,6 @@ PRIME_RL: dict[str, Foreign] = {
     "inference.gpu_memory_utilization": Foreign("inference.vllm.gpu_memory_utilization"),
     "inference.enable_lora": Foreign(None, "set by the run if trainer.lora is there"),
     "inference.weight_broadcast.type": Foreign("weight_broadcast.type"),
-    "inference.env_vars.**": Foreign(None, EXPORT),
     "inference.use_deep_gemm": Foreign(None, "export VLLM_USE_DEEP_GEMM=1"),
     "inference.enable_fp32_lm_head": Foreign(
         None, 'inference.vllm.dtype = "float32" is the nearest'
@@ -147,7 +149,7 @@ PRIME_RL: dict[str, Foreign] = {
     # The trainer.
     "trainer.model.lora.rank": Foreign("trainer.lora.rank"),
     "trainer.model.lora.alpha": Foreign("trainer.lora.alpha"),
-    "trainer.model.lora.dropout": Foreign("trainer.lora.dropout"),
+    "trainer.model.lora.dropout": Foreign(None, DROPOUT),
     "trainer.model.lora.target_modules": Foreign("trainer.lora.target_modules"),
     "trainer.model.lora.modules_to_save": Foreign("trainer.lora.modules_to_save"),
     "trainer.model.lora": Foreign("trainer.lora"),
@@ -167,19 +169,19 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.model.dp_replicate": Foreign("trainer.dp_replicate"),
     "trainer.model.ep": Foreign(None, MOE),
     "trainer.model.ep_comm_backend": Foreign(None, MOE),
-    "trainer.model.cp": Foreign(None, "context parallelism is not supported: a rank holds a row"),
-    "trainer.model.cp_style": Foreign(None, "context parallelism is not supported"),
+    "trainer.model.cp": Foreign("trainer.context_parallel"),
+    "trainer.model.cp_style": Foreign(None, "ranks of a row exchange tokens for heads (Ulysses)"),
     "trainer.model.fused_lm_head_token_chunk_size": Foreign(
-        None, "trainer.lm_head_block counts logits, and has a default for each device"
+        None, "the kernel knows the best number for the device"
     ),
     "trainer.model.fused_lm_head_chunk_size": Foreign(
-        None, "trainer.lm_head_block counts logits, and has a default for each device"
+        None, "the kernel knows the best number for the device"
     ),
     "trainer.model.optim_cpu_offload": Foreign(None, OFFLOAD),
     "trainer.model.full_offload": Foreign(None, OFFLOAD),
     "trainer.model.fsdp_cpu_offload": Foreign(None, OFFLOAD),
     "trainer.model.optimization_dtype": Foreign(None, "weights that train are float32"),
-    "trainer.model.reduce_dtype": Foreign(None, "gradients are summed in float32"),
+    "trainer.model.reduce_dtype": Foreign("trainer.reduce_dtype"),
     "trainer.model.quantization.**": Foreign(None, "the trainer computes in trainer.dtype"),
     "trainer.model.reshard_after_forward": Foreign(None, "weights are always resharded"),
     "trainer.model.debug.**": Foreign(None, "make a small model instead: model.name"),
@@ -199,11 +201,11 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.output_dir": Foreign("output_dir"),
     "trainer.max_async_level": Foreign("orchestrator.max_off_policy_steps"),
     "trainer.dist_timeout_seconds": Foreign("recovery.hang_timeout"),
-    "trainer.enable_router_replay": Foreign(None, "router replay is not supported"),
+    "trainer.enable_router_replay": Foreign("trainer.router_replay"),
     "trainer.enable_token_export": Foreign("trainer.token_export.enabled"),
     "trainer.matmul_precision": Foreign(None, "torch's default, unless trainer.dtype is set"),
-    "trainer.env_vars.**": Foreign(None, EXPORT),
     "trainer.log.level": Foreign("log.level"),
+    "trainer.log.json_logging": Foreign("log.json_logging"),
     "trainer.log.**": Foreign(None, "one [log] is for all processes"),
     "trainer.wandb.**": Foreign(None, "one monitor has the metrics of all: [monitors.wandb]"),
     "trainer.monitors.**": Foreign(None, "one monitor has the metrics of all: [monitors]"),
@@ -212,7 +214,8 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.rollout_transport.type": Foreign("rollout_transport.type"),
     "trainer.rollout_transport.**": Foreign(None, "one [rollout_transport] is for both sides"),
     "trainer.gc.**": Foreign(None, "Python's garbage collector is left alone"),
-    "trainer.heartbeat.**": Foreign(None, "prime-rl runs shows whether a run is alive"),
+    "trainer.heartbeat.url": Foreign("observers.heartbeat.url", _BEAT),
+    "trainer.heartbeat.**": Foreign(None, "observers.heartbeat sends one from one place"),
     "trainer.metrics_server.**": Foreign(None, "monitors.prometheus has the metrics of all"),
     "trainer.data.**": Foreign(None, "prime-rl plan measures without rollouts"),
     "trainer.tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
@@ -222,16 +225,15 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.broadcast_at_step_zero": Foreign(None, "engines start with the trainer's weights"),
     "trainer.max_concurrent_runs": Foreign(None, "a trainer belongs to one run"),
     # The orchestrator.
-    "orchestrator.token_batch_size": Foreign(
-        None, "a batch is a number of rollouts: about token_batch_size / tokens of a rollout"
-    ),
     "orchestrator.rollouts_per_example": Foreign("orchestrator.group_size"),
     "orchestrator.concurrency.max_inflight": Foreign("orchestrator.max_inflight_rollouts"),
     "orchestrator.concurrency.initial_inflight": Foreign(
         None, "the run starts with what the engines say that they can run"
     ),
     "orchestrator.concurrency.min_inflight": Foreign(None, "one group is always in flight"),
-    "orchestrator.tasks_per_minute": Foreign(None, "max_inflight_rollouts limits the requests"),
+    "orchestrator.tasks_per_minute": Foreign(
+        "orchestrator.train.env.tasks_per_minute", "of each env, in groups"
+    ),
     "orchestrator.env_server_base_port": Foreign(None, "free ports are chosen"),
     "orchestrator.num_train_workers": Foreign(None, "the trainer says how many ranks it has"),
     "orchestrator.pad_to_multiple_of": Foreign(None, "rows are not padded"),
@@ -249,6 +251,7 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.model.**": Foreign(None, "one [model] is for all processes"),
     "orchestrator.tokenizer.**": Foreign(None, "the tokenizer is that of model.name"),
     "orchestrator.log.level": Foreign("log.level"),
+    "orchestrator.log.json_logging": Foreign("log.json_logging"),
     "orchestrator.log.**": Foreign(None, "one [log] is for all processes"),
     "orchestrator.wandb.**": Foreign(None, "one monitor has the metrics of all: [monitors.wandb]"),
     "orchestrator.monitors.**": Foreign(None, "one monitor has the metrics of all: [monitors]"),
@@ -256,8 +259,8 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.ckpt.keep_last": Foreign("ckpt.keep_last"),
     "orchestrator.ckpt.keep_interval": Foreign("ckpt.keep_interval"),
     "orchestrator.ckpt.**": Foreign(None, ONE_CKPT),
-    "orchestrator.env_vars.**": Foreign(None, EXPORT),
-    "orchestrator.heartbeat.**": Foreign(None, "prime-rl runs shows whether a run is alive"),
+    "orchestrator.heartbeat.url": Foreign("observers.heartbeat.url", _BEAT),
+    "orchestrator.heartbeat.**": Foreign(None, "observers.heartbeat sends one from one place"),
     "orchestrator.weight_broadcast.type": Foreign("weight_broadcast.type"),
     "orchestrator.weight_broadcast.**": Foreign(None, "one [weight_broadcast] is for both sides"),
     "orchestrator.rollout_transport.type": Foreign("rollout_transport.type"),
@@ -266,9 +269,13 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.client.api_key_var": Foreign("inference.admin_key_var"),
     "orchestrator.client.wait_for_ready_timeout": Foreign("inference.ready_timeout"),
     "orchestrator.client.timeout": Foreign("inference.hang_timeout"),
+    "orchestrator.client.headers.**": Foreign("inference.headers.**"),
+    "orchestrator.client.headers_from_env.**": Foreign("inference.headers_from_env.**"),
     "orchestrator.client.**": Foreign(None, "[inference] has the keys of the engines"),
     "orchestrator.teacher.model.name": Foreign("orchestrator.algo.teacher.name"),
     "orchestrator.teacher.client.base_url": Foreign("orchestrator.algo.teacher.base_url"),
+    "orchestrator.teacher.client.api_key_var": Foreign("orchestrator.algo.teacher.api_key_var"),
+    "orchestrator.teacher.client.headers.**": Foreign("orchestrator.algo.teacher.headers.**"),
     "orchestrator.training_mode": Foreign(
         "orchestrator.algo.type", "rl is grpo; opd and sft have the same name"
     ),
@@ -355,9 +362,16 @@ PRIME_RL: dict[str, Foreign] = {
         "orchestrator.sampler.type", "one sampler is for all envs"
     ),
     "orchestrator.*.source.curriculum.**": Foreign(
-        None, "the sampler difficulty_pools, or the filter zero_advantage with enforce = true"
+        None,
+        "its gates reject groups: the sampler difficulty_pools, or the filter zero_advantage with "
+        "enforce = true. weight and opens of [[orchestrator.train.env]] change the mix of envs",
     ),
-    "orchestrator.*.source.tasks_per_minute": Foreign(None, "env_workers limits an env's work"),
+    "orchestrator.eval.source.tasks_per_minute": Foreign(
+        None, "an evaluation is limited by the places in flight"
+    ),
+    "orchestrator.train.source.tasks_per_minute": Foreign(
+        "orchestrator.train.env.tasks_per_minute", "in groups"
+    ),
     "orchestrator.*.source.algo.length_penalty.num_output_tokens_weight": Foreign(
         "orchestrator.*.env.algo.length_penalty.output_weight"
     ),
@@ -381,25 +395,45 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.eval.rollouts_per_example": Foreign(
         "orchestrator.eval.env.group_size", "of each env"
     ),
+    "orchestrator.eval.client.**": Foreign(
+        None, "prime-rl eval --base-url measures a model behind an endpoint"
+    ),
+    "orchestrator.eval.concurrency.**": Foreign(
+        None, "orchestrator.max_inflight_rollouts bounds the rollouts in flight"
+    ),
     "orchestrator.eval.eval_base_model": Foreign(
         "orchestrator.eval.skip_first_step", "the opposite"
     ),
-    "orchestrator.eval.retrigger_on_resume": Foreign(
-        None, "a resumed run evaluates at the next multiple of the interval"
-    ),
     "orchestrator.eval.skip_eval_on_resume": Foreign(
-        None, "a resumed run evaluates at the next multiple of the interval"
+        "orchestrator.eval.retrigger_on_resume", "the opposite"
     ),
     "orchestrator.eval.cancel_inflight_rollouts_on_eval": Foreign(
-        None, "evaluations share the engines with training"
+        None, "evaluations share the engines with training; max_hold_seconds bounds their delay"
     ),
     "orchestrator.val.**": Foreign(None, "use [[orchestrator.eval.env]]"),
     # Supervised fine-tuning.
-    "val.**": Foreign(None, SFT),
-    "data.name": Foreign(None, SFT),
-    "data.batch_size": Foreign(None, SFT),
-    "data.seq_len": Foreign(None, SFT),
+    "data.name": Foreign("sft.data"),
+    "data.subsets": Foreign("sft.subset"),
+    "data.splits": Foreign("sft.split"),
+    "data.batch_size": Foreign(
+        "sft.batch_size", "conversations here, rows of seq_len tokens in upstream"
+    ),
+    "data.seq_len": Foreign("seq_len", "the longest conversation; longer ones are cut"),
+    "data.shuffle": Foreign("sft.shuffle"),
+    "data.seed": Foreign("seed"),
+    "data.loss_mask": Foreign("sft.roles"),
+    "data.loss_mask.*": Foreign("sft.roles", "the roles whose tokens train, as a list"),
+    "data.micro_batch_size": Foreign(None, "trainer.micro_batch_tokens is the size of a row"),
+    "data.pack_function": Foreign(None, "conversations are packed end to end, without padding"),
+    "data.probabilities": Foreign(None, ONE_DATA_SET),
+    "data.stopping_strategy": Foreign(None, ONE_DATA_SET),
+    "data.type": Foreign(None, "sft.data names the data set"),
+    "val.interval": Foreign("sft.validate_every"),
+    "val.data.name": Foreign("sft.validation"),
+    "val.data.splits": Foreign("sft.validation_split"),
+    "val.**": Foreign(None, "sft.validation is measured as a whole, after the last step too"),
     "data.fake.**": Foreign(None, "prime-rl plan measures without rollouts"),
+    "trainer.loss_impl": Foreign(None, "trainer.fused_lm_head chooses how the loss is computed"),
 }
 """Upstream prime-rl, with its states of May to August 2026. ``*`` is one name, ``**`` any number of
 them; the numbers of list entries are left out. The first pattern that matches counts."""
@@ -444,7 +478,9 @@ VERL: dict[str, Foreign] = {
     "actor_rollout_ref.actor.entropy_coeff": Foreign(
         "orchestrator.algo.penalties.entropy_bonus", "of the algorithms of prime-rl-baselines"
     ),
-    "actor_rollout_ref.actor.use_kl_loss": Foreign(None, "kl_loss_coef alone decides"),
+    "actor_rollout_ref.actor.use_kl_loss": Foreign(
+        None, "kl_loss_coef is the penalty, and is carried over only where this is true"
+    ),
     "actor_rollout_ref.actor.kl_loss_coef": Foreign(
         "orchestrator.algo.penalties.kl_to_initial", "of the algorithms of prime-rl-baselines"
     ),
@@ -454,13 +490,23 @@ VERL: dict[str, Foreign] = {
     "actor_rollout_ref.actor.loss_agg_mode": Foreign(
         "trainer.loss.normalize_by", "token-mean is tokens, seq-mean-token-mean is sequences"
     ),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": Foreign(
+        "trainer.loss.type", "vanilla is ppo_clip, geo_mean is gmpo"
+    ),
+    "actor_rollout_ref.actor.policy_loss.**": Foreign(
+        None, "[trainer.loss] has the keys of the loss"
+    ),
+    "actor_rollout_ref.actor.megatron.**": Foreign(
+        None, "FSDP2 shards the model; trainer.context_parallel and trainer.expert_parallel"
+    ),
+    "actor_rollout_ref.actor.shuffle": Foreign(
+        None, "the first pass takes the minibatches in order, later ones shuffle them"
+    ),
     "actor_rollout_ref.actor.fsdp_config.**": Foreign(
         None, "trainer.dp_replicate is the key of FSDP"
     ),
     "actor_rollout_ref.actor.strategy": Foreign(None, "the trainer uses FSDP2"),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Foreign(
-        None, "context parallelism is not supported"
-    ),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Foreign("trainer.context_parallel"),
     "actor_rollout_ref.ref.**": Foreign(
         None, "the run starts an engine for the first weights if an algorithm reads them"
     ),
@@ -496,12 +542,18 @@ VERL: dict[str, Foreign] = {
     "algorithm.adv_estimator": Foreign(
         "orchestrator.algo.type", "grpo of verl divides by the standard deviation: grpo_std"
     ),
+    "algorithm.filter_groups.**": Foreign(
+        None, "groups whose rewards are equal are never trained; more is sampled in their place"
+    ),
+    "algorithm.rollout_correction.**": Foreign(
+        None, "every loss corrects for the sampler; tis, icepop and geometric_mask set how"
+    ),
     "algorithm.use_kl_in_reward": Foreign(None, "a penalty on the loss: algo.penalties"),
     "algorithm.kl_ctrl.**": Foreign(None, "a penalty on the loss: algo.penalties.kl_to_initial"),
     "algorithm.gamma": Foreign("trainer.heads.values.gamma"),
     "algorithm.lam": Foreign("trainer.heads.values.gae_lambda"),
     "algorithm.norm_adv_by_std_in_grpo": Foreign(
-        "orchestrator.algo.type", "true: grpo_std; false: dr_grpo"
+        "orchestrator.algo.type", "true: grpo_std; false: grpo"
     ),
     "algorithm.**": Foreign(None, "orchestrator.algo has the keys of the algorithm"),
     "critic.optim.lr": Foreign("trainer.heads.values.lr"),
@@ -521,7 +573,7 @@ VERL: dict[str, Foreign] = {
     "trainer.total_training_steps": Foreign("max_steps"),
     "trainer.project_name": Foreign("monitors.wandb.project"),
     "trainer.experiment_name": Foreign("run.name"),
-    "trainer.logger": Foreign(None, "each monitor has a table: [monitors.wandb]"),
+    "trainer.logger": Foreign("monitors", "each monitor has a table"),
     "trainer.n_gpus_per_node": Foreign("trainer.num_ranks", "of all nodes together"),
     "trainer.nnodes": Foreign("deployment.trainer_nodes"),
     "trainer.save_freq": Foreign("ckpt.interval"),
@@ -530,7 +582,62 @@ VERL: dict[str, Foreign] = {
     "trainer.default_local_dir": Foreign("output_dir"),
     "trainer.resume_mode": Foreign(None, "on the command line: prime-rl run CONFIG --resume auto"),
     "trainer.critic_warmup": Foreign(None, "policy and critic train from the first step"),
+    "trainer.device": Foreign(None, "trainer.device, by default the GPUs that are there"),
+    "trainer.use_legacy_worker_impl": Foreign(None, "processes of the run: [deployment]"),
     "trainer.balance_batch": Foreign(None, "ranks are always balanced"),
+    "actor_rollout_ref.model.enable_activation_offload": Foreign(
+        None, "activations are never moved to the host"
+    ),
+    "actor_rollout_ref.model.**": Foreign(None, "[model] and [trainer] have the model's keys"),
+    "actor_rollout_ref.actor.optim.betas": Foreign(
+        "trainer.optim.beta1", "and trainer.optim.beta2"
+    ),
+    "actor_rollout_ref.actor.use_torch_compile": Foreign("trainer.compile"),
+    "actor_rollout_ref.actor.checkpoint.**": Foreign(None, "a checkpoint has everything: [ckpt]"),
+    "actor_rollout_ref.actor.optim.**": Foreign(None, "[trainer.optim] and [trainer.scheduler]"),
+    "actor_rollout_ref.actor.**": Foreign(None, "[trainer] has the keys of the policy's training"),
+    "actor_rollout_ref.rollout.dtype": Foreign("inference.vllm.dtype", "of the engine vllm"),
+    "actor_rollout_ref.rollout.enable_chunked_prefill": Foreign(
+        "inference.vllm.enable_chunked_prefill", "of the engine vllm"
+    ),
+    "actor_rollout_ref.rollout.mode": Foreign(None, "rollouts are always asynchronous"),
+    "actor_rollout_ref.rollout.calculate_log_probs": Foreign(
+        None, "always: the loss reads the log-probabilities of the sampler"
+    ),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Foreign(
+        None, "the trainer computes log-probabilities in its own step"
+    ),
+    "actor_rollout_ref.rollout.agent.**": Foreign(
+        None, "orchestrator.env_workers are the processes of environments"
+    ),
+    "actor_rollout_ref.rollout.load_format": Foreign(
+        None, "engines start with the weights of model.name"
+    ),
+    "actor_rollout_ref.rollout.free_cache_engine": Foreign(
+        None, "with deployment.colocated, engine and trainer take turns"
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": Foreign(
+        None, "orchestrator.eval.sampling.temperature = 0.0 is greedy"
+    ),
+    "actor_rollout_ref.rollout.**": Foreign(
+        None, "[inference] has the keys of the engines, orchestrator.train.sampling of sampling"
+    ),
+    "trainer.max_actor_ckpt_to_keep": Foreign("ckpt.keep_last"),
+    "trainer.max_critic_ckpt_to_keep": Foreign(None, ONE_CKPT),
+    "trainer.default_hdfs_dir": Foreign(None, "checkpoints are in the run directory: output_dir"),
+    "trainer.del_local_ckpt_after_load": Foreign(None, "ckpt.keep_last bounds the checkpoints"),
+    "trainer.val_only": Foreign(None, "prime-rl eval measures without training"),
+    "trainer.log_val_generations": Foreign(
+        None, "all held-out rollouts are saved: prime-rl report"
+    ),
+    "trainer.rollout_data_dir": Foreign(None, "rollouts are saved in the run directory"),
+    "trainer.validation_data_dir": Foreign(None, "rollouts are saved in the run directory"),
+    "trainer.esi_redundant_time": Foreign(None, "an interrupted run saves: ckpt"),
+    "trainer.ray_wait_register_center_timeout": Foreign(None, "[launcher] has the keys of ray"),
+    "ray_init.**": Foreign(None, "[launcher] has the keys of ray"),
+    "ray_kwargs.**": Foreign(None, "[launcher] has the keys of ray"),
+    "global_profiler.**": Foreign(None, "no profile is written"),
+    "transfer_queue.**": Foreign(None, "[rollout_transport] moves batches"),
 }
 """verl, by the whole key."""
 
@@ -541,6 +648,10 @@ _VLLM = "of prime-rl-vllm"
 _WHOLE = "training needs the whole distribution"
 
 NAMES: dict[str, Foreign] = {
+    "env": Foreign("orchestrator.train.env"),
+    "envs": Foreign("orchestrator.train.env"),
+    "environment": Foreign("orchestrator.train.env"),
+    "environments": Foreign("orchestrator.train.env"),
     "learning_rate": Foreign("trainer.optim.lr"),
     "actor_learning_rate": Foreign("trainer.optim.lr"),
     "lr": Foreign("trainer.optim.lr"),
@@ -560,6 +671,7 @@ NAMES: dict[str, Foreign] = {
     "grad_clip": Foreign("trainer.optim.max_norm"),
     "gradient_clipping": Foreign("trainer.optim.max_norm"),
     "batch_size": Foreign("orchestrator.batch_size"),
+    "token_batch_size": Foreign("orchestrator.token_batch_size"),
     "train_batch_size": Foreign("orchestrator.batch_size"),
     "rollout_batch_size": Foreign("orchestrator.batch_size"),
     "generation_batch_size": Foreign("orchestrator.batch_size"),
@@ -619,11 +731,11 @@ NAMES: dict[str, Foreign] = {
     "experiment_name": Foreign("run.name"),
     "advantage_estimator": Foreign("orchestrator.algo.type"),
     "adv_estimator": Foreign("orchestrator.algo.type"),
-    "scale_rewards": Foreign("orchestrator.algo.type", "group: grpo_std; none: dr_grpo"),
+    "scale_rewards": Foreign("orchestrator.algo.type", "group: grpo_std; none: grpo"),
     "actor_rollout_ref": Foreign("trainer"),
     "dataset_name": Foreign(None, DATA),
     "reward_funcs": Foreign(None, REWARDS),
-    "reward_weights": Foreign(None, REWARDS),
+    "reward_weights": Foreign(None, "args.weights of an env function, by name"),
     "loss_type": Foreign(
         "trainer.loss.type", "grpo: normalize_by sequences; dapo, bnpo: tokens; dr_grpo: constant"
     ),
@@ -641,6 +753,7 @@ NAMES: dict[str, Foreign] = {
     "bf16": Foreign("trainer.dtype", 'true is "bfloat16"'),
     "fp16": Foreign("trainer.dtype", '"bfloat16" or "float32"'),
     "torch_dtype": Foreign("trainer.dtype"),
+    "dtype": Foreign("trainer.dtype"),
     "attn_implementation": Foreign("trainer.attention"),
     "n_gpus_per_node": Foreign("trainer.num_ranks"),
     "wandb_project": Foreign("monitors.wandb.project"),
@@ -683,7 +796,7 @@ NAMES: dict[str, Foreign] = {
     "lora_r": Foreign("trainer.lora.rank", _LORA),
     "lora_rank": Foreign("trainer.lora.rank", _LORA),
     "lora_alpha": Foreign("trainer.lora.alpha", _LORA),
-    "lora_dropout": Foreign("trainer.lora.dropout", _LORA),
+    "lora_dropout": Foreign(None, DROPOUT),
     "lora_target_modules": Foreign("trainer.lora.target_modules", _LORA),
     "use_peft": Foreign("trainer.lora", _LORA),
     "vllm_gpu_memory_utilization": Foreign("inference.vllm.gpu_memory_utilization", _VLLM),
@@ -693,15 +806,164 @@ NAMES: dict[str, Foreign] = {
 }
 """TRL, OpenRLHF and Hugging Face's trainer, whose configs are flat: by the last part of a key."""
 
-Part = str | int
-"""Of the path of a key: a name, or the number of a list entry."""
+
+def _alike(foreign: Foreign, names: str) -> dict[str, Foreign]:
+    return dict.fromkeys(names.split(), foreign)
+
+
+TRL: dict[str, Foreign] = {
+    "use_cpu": Foreign("trainer.device", 'true is "cpu"'),
+    "eval_on_start": Foreign("orchestrator.eval.skip_first_step", "the opposite"),
+    "data_seed": Foreign("seed"),
+    "vllm_server_timeout": Foreign("inference.ready_timeout"),
+    "metric_for_best_model": Foreign("ckpt.best", "eval/ENV/NAME"),
+    **_alike(
+        Foreign(None, "a run of Hugging Face's trainer on the hub; here Run.push after the run"),
+        "hub_model_id hub_private_repo hub_token hub_strategy hub_always_push hub_revision "
+        "log_completions_hub_repo trackio_space_id trackio_bucket_id trackio_static_space_id",
+    ),
+    **_alike(
+        Foreign(None, "trainer.num_ranks and trainer.dp_replicate divide the model over ranks"),
+        "fsdp fsdp_config deepspeed parallelism_config accelerator_config local_rank "
+        "ds3_gather_for_generation",
+    ),
+    **_alike(
+        Foreign(None, "a step is the same for any number of ranks"),
+        "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb "
+        "ddp_broadcast_buffers ddp_static_graph average_tokens_across_devices",
+    ),
+    **_alike(
+        Foreign(None, "an evaluation samples and scores: orchestrator.eval"),
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "include_for_metrics prediction_loss_only label_names eval_delay do_eval do_predict",
+    ),
+    **_alike(
+        Foreign(None, "an environment has its own processes: orchestrator.env_workers"),
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_multiprocessing_context train_sampling_strategy length_column_name",
+    ),
+    **_alike(
+        Foreign(None, "every step is in metrics.jsonl; log.level, view.type"),
+        "logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level "
+        "log_level_replica disable_tqdm include_num_input_tokens_seen project",
+    ),
+    **_alike(
+        Foreign(None, "all rollouts are saved (orchestrator.save_rollouts); prime-rl report"),
+        "num_completions_to_print log_unique_prompts log_multimodal",
+    ),
+    **_alike(
+        Foreign(None, "[ckpt] has interval, seconds, keep_last and best"),
+        "save_only_model save_on_each_node enable_jit_checkpoint load_best_model_at_end "
+        "greater_is_better ignore_data_skip restore_callback_states_from_checkpoint",
+    ),
+    **_alike(
+        Foreign(None, "trainer.dtype and trainer.attention decide how the model computes"),
+        "model_init_kwargs tf32 bf16_full_eval fp16_full_eval cast_lm_head_to_fp32 use_cache",
+    ),
+    **_alike(
+        Foreign(None, "trainer.balance_loss is such a loss: of each row, and a token counts once"),
+        "router_aux_loss_coef",
+    ),
+    **_alike(
+        Foreign(None, "trainer.compile, trainer.fused_lm_head, trainer.activation_checkpointing"),
+        "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
+        "gradient_checkpointing_kwargs torch_empty_cache_steps",
+    ),
+    **_alike(
+        Foreign(None, "trainer.optim.type and trainer.scheduler.type have keys of their own"),
+        "optim_args optim_target_modules lr_scheduler_kwargs",
+    ),
+    **_alike(
+        Foreign(None, "[inference] has the keys of the engines; inference.base_url for others"),
+        "vllm_server_host vllm_server_port vllm_group_port vllm_model_impl "
+        "vllm_structured_outputs_regex cache_implementation use_transformers_paged "
+        "use_transformers_continuous_batching transformers_continuous_batching_config",
+    ),
+    "vllm_enable_sleep_mode": Foreign(
+        None, "with deployment.colocated, engine and trainer take turns"
+    ),
+    **_alike(
+        Foreign(None, "of the losses tis, icepop and geometric_mask: trainer.loss.type"),
+        "vllm_importance_sampling_mode vllm_importance_sampling_cap "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "off_policy_mask_threshold",
+    ),
+    **_alike(
+        Foreign(None, "algo.entropy of the algorithms of prime-rl-baselines"),
+        "use_adaptive_entropy entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max",
+    ),
+    **_alike(
+        Foreign(None, "no loss here has it; docs/tutorial-loss.md"),
+        "top_entropy_quantile vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg "
+        "use_bias_correction_kl label_smoothing_factor neftune_noise_alpha",
+    ),
+    "sapo_temperature_pos": Foreign("trainer.loss.tau_pos", "of the loss sapo"),
+    "sapo_temperature_neg": Foreign("trainer.loss.tau_neg", "of the loss sapo"),
+    "ref_model_sync_steps": Foreign(None, "trainer.ema_decay averages after every batch"),
+    "multi_objective_aggregation": Foreign(None, "terms of a reward are added, then compared"),
+    "max_tool_calling_iterations": Foreign("orchestrator.train.env.0.max_turns"),
+    "pad_to_multiple_of": Foreign(None, "rows are packed, never padded"),
+    "trust_remote_code": Foreign(None, "code of a model's repository is never run"),
+    **_alike(
+        Foreign(None, "prime-rl plan shows before the start whether a config fits"),
+        "auto_find_batch_size skip_memory_metrics debug",
+    ),
+    "model_init_kwargs.dtype": Foreign("trainer.dtype"),
+    "model_init_kwargs.torch_dtype": Foreign("trainer.dtype"),
+    "model_init_kwargs.**": Foreign(
+        None, "trainer.dtype and trainer.attention decide how the model computes"
+    ),
+    **{
+        f"generation_kwargs.{name}": Foreign(None, _WHOLE)
+        for name in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+    },
+    "generation_kwargs.**": Foreign(
+        "orchestrator.train.sampling.extra_body.**", "as the engine calls it"
+    ),
+    "chat_template_kwargs.**": Foreign("orchestrator.renderer.**", "a key of the renderer"),
+    "lr_scheduler_kwargs.min_lr": Foreign("trainer.scheduler.min_lr"),
+    "lr_scheduler_kwargs.**": Foreign(None, "[trainer.scheduler] has the keys of a schedule"),
+    "peft_config.r": Foreign("trainer.lora.rank", _LORA),
+    "peft_config.lora_alpha": Foreign("trainer.lora.alpha", _LORA),
+    "peft_config.target_modules": Foreign("trainer.lora.target_modules", _LORA),
+    "peft_config.**": Foreign(None, "[trainer.lora] has the keys of an adapter"),
+    **_alike(
+        Foreign(None, "[trainer.lora] has the keys of an adapter"),
+        "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
+    ),
+    **_alike(
+        Foreign(None, "weights are trained in full precision"),
+        "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage "
+        "quantization_config",
+    ),
+    **_alike(
+        Foreign(None, DATA),
+        "train_dataset dataset_config dataset_train_split dataset_streaming datasets streaming",
+    ),
+    **_alike(
+        Foreign(None, "an environment brings its data: orchestrator.eval.env"),
+        "eval_dataset dataset_test_split test_split_size",
+    ),
+    "model_revision": Foreign(None, "model.name is a folder or the newest revision on the hub"),
+    "ignore_bias_buffers": Foreign(None, "a step is the same for any number of ranks"),
+    "callbacks": Foreign(None, "on_step of prime_rl.train; observers inside the run"),
+    "reward_model_name_or_path": Foreign(None, "a reward that asks the model: async def"),
+    "full_determinism": Foreign(None, "a run with max_off_policy_steps = 0 repeats bit for bit"),
+    "do_train": Foreign(None, "prime-rl run trains"),
+}
+"""What else TRL's trainer and its command take: GRPOConfig, which contains Hugging Face's
+TrainingArguments, and the arguments beside it. Whole keys of a flat config."""
+
+PathPart = str | int
+"""One part of a key's path: a name, or the number of a list entry."""
 
 
 class Match(NamedTuple):
     """An entry of the table that speaks of a key."""
 
     pattern: str
-    path: tuple[Part, ...] | None
+    path: tuple[PathPart, ...] | None
     """``ours`` with its wildcards filled in, without numbers of list entries, but for those in what
     ``**`` stands for."""
     note: str
@@ -714,14 +976,14 @@ class Match(NamedTuple):
         return None if self.path is None else ".".join(map(str, self.path))
 
 
-def look_up(path: Sequence[Part], table: dict[str, Foreign]) -> Match | None:
-    """What a table says about a key."""
+def look_up(path: Sequence[PathPart], table: dict[str, Foreign]) -> Match | None:
+    """The note that a table has about a key."""
     for pattern, foreign in table.items():
         filled = _filled(pattern.split("."), path)
         if filled is None:
             continue
         names, numbers, rest = filled
-        ours: list[Part] = []
+        ours: list[PathPart] = []
         for part in [] if foreign.ours is None else foreign.ours.split("."):
             if part == "**":
                 ours += rest
@@ -734,11 +996,11 @@ def look_up(path: Sequence[Part], table: dict[str, Foreign]) -> Match | None:
 
 
 def _filled(
-    pattern: Sequence[str], path: Sequence[Part]
-) -> tuple[list[Part], list[int], Sequence[Part]] | None:
+    pattern: Sequence[str], path: Sequence[PathPart]
+) -> tuple[list[PathPart], list[int], Sequence[PathPart]] | None:
     """What each ``*`` of a pattern stands for, the numbers of list entries, and what ``**`` stands
     for; None: the pattern does not match."""
-    names: list[Part] = []
+    names: list[PathPart] = []
     numbers: list[int] = []
     place = 0
     for part in pattern:
@@ -758,7 +1020,7 @@ def _filled(
     return (names, numbers, []) if len(numbers) + len(pattern) == len(path) else None
 
 
-def path_of(key: str) -> tuple[Part, ...]:
+def path_of(key: str) -> tuple[PathPart, ...]:
     """A dotted key as a path."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
@@ -786,11 +1048,36 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
+SHORT: dict[str, Foreign] = {
+    "algo": Foreign("orchestrator.algo.type"),
+    "algo.**": Foreign("orchestrator.algo.**"),
+    "algorithm": Foreign("orchestrator.algo.type"),
+    "engine": Foreign("inference.engine"),
+    "epochs": Foreign(None, "max_steps is the length of a run"),
+    "gpu": Foreign(None, PLACES),
+    "gpus": Foreign(None, PLACES),
+    "lora": Foreign("trainer.lora", "a table"),
+    "lora.**": Foreign("trainer.lora.**"),
+    "loss": Foreign("trainer.loss.type"),
+    "loss.**": Foreign("trainer.loss.**"),
+    "name": Foreign("run.name"),
+    "num_gpus": Foreign(None, PLACES),
+    "optim.**": Foreign("trainer.optim.**"),
+    "renderer": Foreign("orchestrator.renderer.name"),
+    "renderer.**": Foreign("orchestrator.renderer.**"),
+    "sampling.**": Foreign("orchestrator.train.sampling.**"),
+    "teacher": Foreign("orchestrator.algo.teacher", "of the distillations"),
+    "tensorboard": Foreign("monitors.tensorboard", "a table"),
+    "vllm": Foreign("inference.engine", 'the value is "vllm"'),
+    "wandb": Foreign("monitors.wandb", "a table"),
+}
+"""Our own keys without the tables that they are in, as a user types them first."""
+
 KINDS = {"trainer": ("tuning", "trainer_observer"), "inference": ("engine",)}
 """Tables in which a plugin has a table of its name, and the sorts of plugin."""
 
 
-def is_ours(path: Sequence[Part]) -> bool:
+def is_ours(path: Sequence[PathPart]) -> bool:
     """Whether our schema has the key, or a plugin's table that may have it."""
     known = our_keys()
     names = [part for part in path if isinstance(part, str)]
@@ -808,7 +1095,7 @@ def is_ours(path: Sequence[Part]) -> bool:
     return False
 
 
-def is_table(path: Sequence[Part]) -> bool:
+def is_table(path: Sequence[PathPart]) -> bool:
     """Whether our schema has a table there, and no plain value."""
     key = ".".join(part for part in path if isinstance(part, str))
     info = our_keys().get(key)
@@ -827,7 +1114,7 @@ def _takes_any_key(annotation: Any) -> bool:
     return any(map(_takes_any_key, get_args(annotation)))
 
 
-def may_be_list(path: Sequence[Part]) -> bool:
+def may_be_list(path: Sequence[PathPart]) -> bool:
     """Whether the value of a key may be a list: the schema has one there, or a plugin's table."""
     info = our_keys().get(".".join(str(part) for part in path if not str(part).isdecimal()))
     if info is None:
@@ -846,18 +1133,48 @@ def advice(key: str, value: Any = UNKNOWN) -> Match | None:
     in our schema, by the table of names. None: nothing is known."""
     path = path_of(key)
     names = [part for part in path if isinstance(part, str)]
-    match = look_up(path, PRIME_RL) or look_up(path, VERL)
+    match = look_up(path, PRIME_RL) or look_up(path, SHORT) or look_up(path, VERL)
     if match is None and len(names) > 1:
-        match = _same_name(names, value)
+        match = _without_process(names) or _same_name(names, value)
     if match is None:
-        match = look_up(names[-1:], NAMES)
+        match = look_up(names[-1:], NAMES) or look_up(path, TRL)
     is_itself = match is not None and match.ours in (key, ".".join(names))
-    return None if is_itself else match
+    return None if is_itself or match is None else _spelled(match)
+
+
+def _spelled(match: Match) -> Match | None:
+    """A match whose last part, which ``**`` took from the user, is a key of our schema: it may be
+    misspelt as well. Else its table. None: that is not ours either."""
+    if match.path is None or not match.pattern.endswith("**") or is_ours(match.path):
+        return match
+    *table, name = match.path
+    prefix = ".".join(part for part in table if isinstance(part, str))
+    siblings = [key.rpartition(".")[2] for key in our_keys() if key.rpartition(".")[0] == prefix]
+    close = difflib.get_close_matches(str(name), siblings, n=1)
+    path = (*table, *close)
+    return match._replace(path=path) if is_ours(path) else None
+
+
+def _without_process(names: list[str]) -> Match | None:
+    """The match for a key that begins with a table of one process: ``eval.interval``."""
+    if names[0] in our_keys():
+        return None
+    for process in ("orchestrator", "trainer"):
+        path = (process, *names)
+        if f"{process}.{names[0]}" not in our_keys():
+            continue
+        match = look_up(path, PRIME_RL)
+        if match is not None:
+            return match
+        if is_ours(path):
+            return Match(".".join(path), path, "", ())
+
+    return None
 
 
 def _same_name(names: list[str], value: Any) -> Match | None:
-    """The key of our schema with the same last name that is nearest to ``names``: it shares a
-    table, or no other key has such a name. It takes the value."""
+    """The nearest key of our schema to ``names``. It has the same last name and takes the value,
+    and it shares a table with ``names`` or is the only key of this last name."""
     ranked = []
     for key, info in our_keys().items():
         path = key.split(".")

@@ -41,7 +41,7 @@ def reply(
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_p": 1.0, "top_k": 0}
     with torch.random.fork_rng(), torch.inference_mode():
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**63)  # torch takes 64 bits
         tokens = model.generate(
             **rendered.to(model.device),
             max_new_tokens=max_tokens,
@@ -54,7 +54,7 @@ def reply(
 
 @lru_cache(maxsize=1)
 def _loaded(folder: str, version: int) -> tuple[Any, Any]:
-    """Model and tokenizer. ``version``: of the folder's files."""
+    """Model and tokenizer. ``version``: that of the folder's files."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

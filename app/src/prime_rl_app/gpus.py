@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_rl.config.run import DeploymentConfig, RunConfig
+from prime_rl.config.trainer import divisors
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.rundir.machine import VISIBLE
+from prime_rl_app.output import counted
 
 Gpus = tuple[int, ...]
 """Indices into the visible GPUs."""
@@ -44,9 +46,9 @@ def gpus_of(config: RunConfig, launcher: Launcher, earlier: Sequence[str]) -> Gp
 
     num_gpus = launcher.num_gpus()
     engines = num_engines(config, earlier)
-    _check_lists(deployment, num_gpus, engines, on_cpu)
-    given = deployment.inference_gpus or deployment.trainer_gpus or deployment.colocated
-    if num_gpus == 0 or (num_gpus == 1 and not given):
+    _check_lists(deployment, num_gpus, engines=engines, on_cpu=on_cpu)
+    wants_gpus = deployment.inference_gpus or deployment.trainer_gpus or deployment.colocated
+    if num_gpus == 0 or (num_gpus == 1 and not wants_gpus):
         return NOTHING
     ranks = 0 if on_cpu else config.trainer.num_ranks or 0
     everything = tuple(range(num_gpus))
@@ -61,7 +63,7 @@ def gpus_of(config: RunConfig, launcher: Launcher, earlier: Sequence[str]) -> Gp
 
     if ranks > len(trainer):
         raise ConfigError(
-            f"trainer.num_ranks is {ranks}, and the trainer has {len(trainer)} GPUs "
+            f"trainer.num_ranks is {ranks}, and the trainer has {counted(len(trainer), 'GPU')} "
             f"({list(trainer)}): a rank needs one of its own. Lower it, or give it more GPUs "
             "(deployment.trainer_gpus)."
         )
@@ -71,8 +73,9 @@ def gpus_of(config: RunConfig, launcher: Launcher, earlier: Sequence[str]) -> Gp
     if engines and (share == 0 or (rest and deployment.inference_gpus)):
         more = "".join(f" (one for host.{name})" for name in earlier)
         raise ConfigError(
-            f"inference.replicas: {engines} engines{more} cannot share {len(inference)} GPUs "
-            f"({list(inference)}) equally. Change it, or deployment.inference_gpus."
+            f"inference.replicas: {counted(engines, 'engine')}{more} cannot share "
+            f"{counted(len(inference), 'GPU')} ({list(inference)}) "
+            "equally. Change it, or deployment.inference_gpus."
         )
 
     shares = tuple(inference[n * share : (n + 1) * share] for n in range(engines))
@@ -103,8 +106,9 @@ def num_ranks(config: RunConfig, gpus: GpuPlan) -> int:
     if ranks % config.deployment.trainer_nodes:
         raise ConfigError(
             f"trainer.num_ranks is {ranks} and deployment.trainer_nodes is "
-            f"{config.deployment.trainer_nodes}: every node runs as many ranks as the others. Make "
-            "one a multiple of the other."
+            f"{config.deployment.trainer_nodes}: every node runs as many ranks as the others. Set "
+            f"trainer_nodes to one of {divisors(ranks)}, or num_ranks to a multiple of "
+            f"{config.deployment.trainer_nodes}."
         )
 
     config.trainer.check_ranks(ranks)

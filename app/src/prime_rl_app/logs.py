@@ -19,7 +19,7 @@ class LogLimit:
         self._folder = run_dir / "logs"
         self._max_mib = max_mib
         self._cuts: dict[Path, tuple[int, int]] = {}
-        """Of each log that was cut: bytes before the note, and bytes left out so far."""
+        """For each log that was cut: bytes before the note, and bytes left out so far."""
         self._ended = Event()
         self._thread = Thread(target=self._run, name="log limit", daemon=True)
         self._thread.start()
@@ -48,7 +48,8 @@ class LogLimit:
             tail = tail[tail.find(b"\n") + 1 :]
             file.truncate(start)
 
-        self._cuts[path] = start, (left := before + size - start - len(tail))
+        left = before + size - start - len(tail)
+        self._cuts[path] = (start, left)
         said = f"{left / MIB:.1f} MiB are left out here: a log has {self._max_mib:g} MiB at most"
         with path.open("ab") as file:
             file.write(f"[prime-rl] {said} (log.max_mib)\n".encode() + tail)

@@ -1,4 +1,4 @@
-"""A config of another framework as one of ours.
+"""Translate a config of another framework into one of this project.
 
 Every key is carried over, left out with a note, or refused by name.
 """
@@ -16,22 +16,26 @@ from pydantic import BaseModel
 
 from prime_rl.config.explain import fits
 from prime_rl.errors import ConfigError
+from prime_rl.variables import SECRET
+from prime_rl_app.commands import OWN
 from prime_rl_app.foreign import (
     NAMES,
+    ONE_DATA_SET,
     PRIME_RL,
+    TRL,
     VERL,
     Match,
-    Part,
+    PathPart,
     is_ours,
     is_table,
     look_up,
     our_keys,
 )
 
-Path = tuple[Part, ...]
+Path = tuple[PathPart, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Migration:
     """Our config, and what was not carried over."""
 
@@ -48,8 +52,8 @@ class Migration:
     """Defaults of the other framework that differ from ours, where the config leaves them."""
     slurm: dict[str, Any] | None = None
     """The table of that name."""
-    env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables, of all processes."""
+    env_vars: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables, of all processes. None: its value is a secret."""
 
 
 # Values that are written otherwise here.
@@ -97,6 +101,12 @@ def _clipped(value: Any) -> Any:
     )
 
 
+def _betas(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
+        return Left("expected two numbers")
+    return Several({"trainer.optim.beta1": value[0], "trainer.optim.beta2": value[1]})
+
+
 def _kl(value: Any) -> Any:
     if not value:
         return Left("0: no penalty")
@@ -110,6 +120,12 @@ def _kl(value: Any) -> Any:
 
 def _not_zero(value: Any) -> Any:
     return value or Left("0: no penalty")
+
+
+def _only_one(value: Any) -> Any:
+    """The only name of a list, where prime-rl takes one name."""
+    names = value if isinstance(value, list) else [value]
+    return names[0] if len(names) == 1 else Left(ONE_DATA_SET)
 
 
 def _examples(value: Any) -> Any:
@@ -162,6 +178,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "trainer.model.ac": _each_block,
     "trainer.model.ac.mode": _each_block,
     "weight_broadcast.quantize_in_weight_transfer": _chosen({True: "bfloat16"}),
+    "data.subsets": _only_one,
+    "data.splits": _only_one,
+    "val.data.splits": _only_one,
+    "data.loss_mask.*": _hint,
     "deployment.num_infer_gpus": _hint,
     "deployment.nodes_per_fsdp_group": _hint,
     "max_async_level": _hint,
@@ -173,6 +193,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "orchestrator.eval.num_examples": _examples,
     "orchestrator.eval.source.num_examples": _examples,
     "orchestrator.eval.eval_base_model": lambda value: not value,
+    "orchestrator.eval.skip_eval_on_resume": lambda value: not value,
     "orchestrator.*.source.env.agent.runtime.type": (
         lambda value: Left("as by default") if value == "subprocess" else value
     ),
@@ -180,6 +201,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _hint,
     "actor_rollout_ref.actor.ppo_mini_batch_size": _hint,
     "actor_rollout_ref.actor.clip_ratio": _clipped,
+    "actor_rollout_ref.actor.optim.betas": _betas,
     "actor_rollout_ref.actor.entropy_coeff": _not_zero,
     "actor_rollout_ref.actor.kl_loss_coef": _kl,
     "actor_rollout_ref.actor.kl_loss_type": _chosen(
@@ -188,6 +210,12 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "actor_rollout_ref.actor.loss_agg_mode": _chosen(
         {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}
     ),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _chosen(
+        {"vanilla": "ppo_clip", "geo_mean": "gmpo"}
+        | {name: name for name in ("gspo", "clip_cov", "kl_cov", "cispo", "sapo")},
+        "docs/tutorial-loss.md",
+    ),
+    "trainer.logger": _monitors,
     "actor_rollout_ref.rollout.name": _chosen({"vllm": "vllm"}),
     "actor_rollout_ref.rollout.prompt_length": _hint,
     "algorithm.adv_estimator": _chosen(_ESTIMATORS),
@@ -210,7 +238,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "total_epochs": _hint,
     "bf16": _chosen({True: "bfloat16"}),
     "fp16": _hint,
-    "torch_dtype": _chosen({"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}),
+    **dict.fromkeys(
+        ("torch_dtype", "dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"),
+        _chosen({"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}),
+    ),
     "attn_implementation": _hint,
     "gradient_checkpointing": _each_block,
     "enable_gradient_checkpointing": _each_block,
@@ -220,8 +251,11 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "vllm_importance_sampling_correction": _hint,
     "importance_sampling_level": _chosen({"sequence": "gspo"}),
     "loss_type": _chosen({name: Several(keys) for name, keys in _LOSS_TYPES.items()}),
+    "use_cpu": _chosen({True: "cpu"}),
+    "eval_on_start": lambda value: not value,
+    "metric_for_best_model": _hint,
     "scale_rewards": _chosen(
-        {"group": "grpo_std", True: "grpo_std", "none": "dr_grpo", False: "dr_grpo"}
+        {"group": "grpo_std", True: "grpo_std", "none": "grpo", False: "grpo"}
     ),
     "advantage_estimator": _chosen(_ESTIMATORS),
     "adv_estimator": _chosen(_ESTIMATORS),
@@ -247,7 +281,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 
 
 class Difference(NamedTuple):
-    """A default of upstream prime-rl that differs from ours without an error."""
+    """A default of another framework that differs from ours without an error."""
 
     key: str
     theirs: Any
@@ -264,94 +298,222 @@ def _has(key: str) -> Callable[[dict[str, Any]], bool]:
     return lambda table: bool(get(table, key))
 
 
+def _endless_sft(table: dict[str, Any]) -> bool:
+    return "sft" in table and "max_steps" not in table
+
+
 DIFFERENCES = (
-    Difference("max_steps", None, "required", "upstream trains until it is stopped"),
-    Difference("orchestrator.group_size", 1, "8", "algorithms that compare siblings refuse 1"),
+    Difference("max_steps", None, ours="required", note="upstream trains until it is stopped"),
     Difference(
-        "trainer.scheduler.warmup_steps", 10, "0", "", _is("trainer.scheduler.type", "linear")
+        "orchestrator.group_size", 1, ours="8", note="algorithms that compare siblings refuse 1"
     ),
     Difference(
-        "trainer.scheduler.warmup_steps", 10, "0", "", _is("trainer.scheduler.type", "cosine")
+        "trainer.scheduler.warmup_steps",
+        10,
+        ours="0",
+        note="",
+        applies=_is("trainer.scheduler.type", "linear"),
+    ),
+    Difference(
+        "trainer.scheduler.warmup_steps",
+        10,
+        ours="0",
+        note="",
+        applies=_is("trainer.scheduler.type", "cosine"),
     ),
     Difference(
         "trainer.scheduler.decay_steps",
         10,
-        "all after warm-up",
-        "",
-        _is("trainer.scheduler.type", "linear"),
+        ours="all after warm-up",
+        note="",
+        applies=_is("trainer.scheduler.type", "linear"),
     ),
-    Difference("trainer.optim.beta2", 0.95, "0.999", "of muon", _is("trainer.optim.type", "muon")),
-    Difference("trainer.optim.momentum", 0.9, "0.0", "of sgd", _is("trainer.optim.type", "sgd")),
-    Difference("trainer.optim.nesterov", True, "false", "of sgd", _is("trainer.optim.type", "sgd")),
+    Difference(
+        "trainer.optim.beta2",
+        0.95,
+        ours="0.999",
+        note="of muon",
+        applies=_is("trainer.optim.type", "muon"),
+    ),
+    Difference(
+        "trainer.optim.momentum",
+        0.9,
+        ours="0.0",
+        note="of sgd",
+        applies=_is("trainer.optim.type", "sgd"),
+    ),
+    Difference(
+        "trainer.optim.nesterov",
+        True,
+        ours="false",
+        note="of sgd",
+        applies=_is("trainer.optim.type", "sgd"),
+    ),
     Difference(
         "orchestrator.algo.min_gain",
         None,
-        "0.2",
-        "the gate of opsd: an example trains while its demonstration helps",
-        _is("orchestrator.algo.type", "opsd"),
+        ours="0.2",
+        note="the gate of opsd: an example trains while its demonstration helps",
+        applies=_is("orchestrator.algo.type", "opsd"),
     ),
     Difference(
-        "orchestrator.algo.skip_truncated", False, "true", "", _is("orchestrator.algo.type", "opsd")
+        "orchestrator.algo.skip_truncated",
+        False,
+        ours="true",
+        note="",
+        applies=_is("orchestrator.algo.type", "opsd"),
     ),
     Difference(
         "orchestrator.post_batch_filters",
         None,
-        "zero_advantage enforces",
-        "a rollout that is filtered is replaced here; upstream's batch shrinks",
+        ours="zero_advantage enforces",
+        note="a rollout that is filtered is replaced here; upstream's batch shrinks",
     ),
     Difference(
-        "orchestrator.eval.env.interval", 100, "only at the ends", "", _has("orchestrator.eval.env")
+        "orchestrator.eval.env.interval",
+        100,
+        ours="only at the ends",
+        note="",
+        applies=_has("orchestrator.eval.env"),
     ),
     Difference(
         "orchestrator.eval.env.num_examples",
         -1,
-        "64",
-        "all examples",
-        _has("orchestrator.eval.env"),
+        ours="64",
+        note="all examples",
+        applies=_has("orchestrator.eval.env"),
     ),
-    Difference("orchestrator.train.env.timeout", None, "600.0", "seconds of a rollout"),
+    Difference("orchestrator.train.env.timeout", None, ours="600.0", note="seconds of a rollout"),
     Difference(
-        "weight_broadcast.timeout", 1200, "120.0", "seconds", _is("weight_broadcast.type", "nccl")
+        "weight_broadcast.timeout",
+        1200,
+        ours="120.0",
+        note="seconds",
+        applies=_is("weight_broadcast.type", "nccl"),
     ),
     Difference(
-        "recovery.hang_timeout", 600, "1800.0", "seconds; trainer.dist_timeout_seconds there"
+        "recovery.hang_timeout",
+        600,
+        ours="1800.0",
+        note="seconds; trainer.dist_timeout_seconds there",
     ),
     Difference(
         "orchestrator.max_inflight_rollouts",
         None,
-        "what the engines can run",
-        "upstream adapts it from the engines' load",
+        ours="what the engines can run",
+        note="upstream adapts it from the engines' load",
     ),
-    Difference("ckpt.interval", None, "every 600 seconds", "only at the end, if [ckpt] is set"),
-    Difference("ckpt.enabled", False, "true", "", lambda table: "ckpt" not in table),
-    Difference("trainer.activation_checkpointing", 1, "0", "less memory, a third more arithmetic"),
-    Difference("trainer.compile", True, "false"),
     Difference(
-        "trainer.optim.type", "adamw_offload", "adamw", "upstream offloads the optimizer's state"
+        "ckpt.interval", None, ours="every 600 seconds", note="only at the end, if [ckpt] is set"
+    ),
+    Difference(
+        "ckpt.enabled", False, ours="true", note="", applies=lambda table: "ckpt" not in table
+    ),
+    Difference(
+        "trainer.activation_checkpointing", 1, ours="0", note="less memory, a third more arithmetic"
+    ),
+    Difference("trainer.compile", True, '"auto"', note="on for large models on a GPU"),
+    Difference(
+        "trainer.optim.type",
+        "adamw_offload",
+        ours="adamw",
+        note="upstream offloads the optimizer's state",
     ),
     Difference(
         "trainer.lora.target_modules",
         None,
-        "every linear module",
-        "ten names",
-        _has("trainer.lora"),
+        ours="every linear module",
+        note="ten names",
+        applies=_has("trainer.lora"),
     ),
     Difference("rollout_transport.hwm", 10, "4"),
+    Difference(
+        "sft.batch_size",
+        128,
+        ours="32",
+        note="conversations here, rows of seq_len tokens there",
+        applies=_has("sft"),
+    ),
+    Difference("sft.epochs", None, ours="1.0", note="max_steps decides", applies=_endless_sft),
+    Difference("seq_len", 128, ours="2048", note="of sft", applies=_has("sft")),
 )
 """In the order of the page docs/migrating.md, which has each of them."""
 
 
+def _clips_by_default(table: dict[str, Any]) -> bool:
+    """Whether the config of verl leaves the loss to its default, PPO's clip."""
+    return get(table, "trainer.loss.type") is None
+
+
+DIFFERENCES_FROM_VERL = (
+    Difference(
+        "trainer.loss.type",
+        "ppo_clip",
+        ours='"default"',
+        note="clip_ratio 0.2 and clip_ratio_c 3.0 there; a trust region here, without a clip",
+        applies=_clips_by_default,
+    ),
+    Difference(
+        "trainer.loss.dual_clip",
+        3.0,
+        ours="not set",
+        note="clip_ratio_c there",
+        applies=_is("trainer.loss.type", "ppo_clip"),
+    ),
+    Difference(
+        "orchestrator.algo.type", "ppo", ours='"grpo"', note="adv_estimator = gae, with a critic"
+    ),
+    Difference("orchestrator.group_size", 1, ours="8", note="rollout.n there"),
+    Difference(
+        "orchestrator.batch_size",
+        1024,
+        ours="128 rollouts",
+        note="train_batch_size, in prompts there",
+    ),
+    Difference(
+        "trainer.minibatches",
+        None,
+        ours="1",
+        note="train_batch_size / 256 there (ppo_mini_batch_size)",
+    ),
+    Difference(
+        "orchestrator.max_off_policy_steps",
+        0,
+        ours="8",
+        note="sampling and training take turns there",
+    ),
+    Difference(
+        "orchestrator.train.sampling.max_completion_tokens",
+        512,
+        ours="up to seq_len",
+        note="max_response_length there",
+    ),
+    Difference(
+        "trainer.activation_checkpointing",
+        1,
+        ours="0",
+        note="enable_gradient_checkpointing there",
+    ),
+    Difference("ckpt.interval", None, ours="every 600 seconds", note="save_freq = -1: none"),
+)
+"""The same for verl."""
+
+
 def migrate(table: Mapping[str, Any]) -> Migration:
-    """A config of upstream prime-rl, TRL or verl as one of ours."""
+    """Translate a config of upstream prime-rl, TRL or verl into one of this project."""
     result = Migration()
     whole = as_whole(table)
     tables = [VERL] if "actor_rollout_ref" in whole else [PRIME_RL]
-    is_upstream = tables == [PRIME_RL] and not _is_flat(whole)
+    is_flat = _is_flat(whole)
+    is_upstream = tables == [PRIME_RL] and not is_flat
     carried: list[tuple[Match, Path, Any]] = []
     for path, value in leaf_paths(whole):
+        if "env_vars" in path[:-1] and is_ours(path):
+            _carry_variable(result, path=path, value=value)
+            continue
         match = next(filter(None, (look_up(path, each) for each in tables)), None)
-        if match is None and len(path) == 1 and not is_ours(path):
-            match = look_up(path, NAMES)
+        if match is None and (is_flat or len(path) == 1) and not is_ours(path):
+            match = _of_trl(path)
         if match is not None:
             carried.append((match, path, value))
         elif not is_ours(path):
@@ -365,42 +527,112 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             result.carried[path] = [".".join(map(str, path))]
 
     # Keys that mean the same here come first: another key for the same is compared with them.
+    # A clip for both sides comes last: it gives way to one for a side.
+    carried.sort(key=lambda each: VALUES.get(each[0].pattern) is _clipped)
     for match, path, value in carried:
-        _carry(result, match, path, value)
+        _carry(result, match, path=path, value=value)
 
     _combine(result, whole)
     result.table = _with_lists(result.table)
     _spread(result)
-    _note_secrets(result, whole)
+    if get(result.table, "trainer.router_replay") and get(result.table, "trainer.compile") is True:
+        del result.table["trainer"]["compile"]  # "auto": on unless something stands against it
+        _leave_out(result, ("trainer.compile",), "trainer.router_replay needs blocks as they are")
     if is_upstream:
         _complete(result)
+    elif tables == [VERL]:
+        _add_defaults(result, DIFFERENCES_FROM_VERL)
     return result
 
 
+def _of_trl(path: Path) -> Match | None:
+    """The entry for a key of a flat config. One of its tables, such as ``fsdp_config``, may have a
+    single entry for all of its keys."""
+    whole = look_up(path, NAMES) or look_up(path, TRL)
+    if whole is not None:
+        return whole
+    table = look_up(path[:1], NAMES) or look_up(path[:1], TRL)
+    return table if table is not None and table.path is None else None
+
+
 def _is_flat(table: Mapping[str, Any]) -> bool:
-    """Whether it is a config of TRL or of Hugging Face's trainer: keys without tables."""
-    tables = [value for value in table.values() if isinstance(value, dict)]
-    return not tables and any(name in NAMES for name in table)
+    """Whether it is a config of TRL or of Hugging Face's trainer: no tables but those that are the
+    value of one of its arguments."""
+    tables = {name for name, value in table.items() if isinstance(value, dict)}
+    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - {"deepspeed"})
+    return of_arguments and any(name in NAMES for name in table.keys() - tables)
 
 
-SHARED = {"model", "max_steps", "seq_len", "ckpt", "monitors", "wandb", "log", "output_dir", "run"}
+SHARED = {
+    *("model", "max_steps", "seq_len", "ckpt", "monitors", "wandb", "log", "output_dir", "run"),
+    "slurm",
+}
 PARTS = {
     "orchestrator": {"train", "eval", "renderer", "algo", "batch_size", "group_size", "env"},
     "trainer": {"optim", "loss", "scheduler"},
+    "inference": {"vllm", "server", "router", "kv_cache_offload"},
 }
 
 
 def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of one process of upstream's, which begins with its own keys, as one of a run."""
+    """Turn the config of a single upstream process, whose keys stand at the top level, into a
+    config of a run."""
+    if is_sft(table):
+        return _as_run_of_sft(table)
+    if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
+        return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
     if any(name in table for name in (*PARTS, "actor_rollout_ref")) or _is_flat(table):
         return dict(table)
-    for process, own in PARTS.items():
-        if any(isinstance(table.get(name), dict | list) for name in own):
+    for process, tables in PARTS.items():
+        if any(isinstance(table.get(name), dict | list) for name in tables):
             inner = {key: value for key, value in table.items() if key not in SHARED}
             outer = {key: value for key, value in table.items() if key in SHARED}
+            if isinstance(outer.get("model"), str):  # of upstream's evaluations
+                outer["model"] = {"name": outer["model"]}
+            served = get(table, "vllm.model")
+            if process == "inference" and isinstance(served, str):
+                outer.setdefault("model", {"name": served})
             return {**outer, process: inner}
 
     return dict(table)
+
+
+def is_sft(table: Mapping[str, Any]) -> bool:
+    """Whether it is a config of upstream's supervised fine-tuning: its data set is ``[data]``."""
+    data = table.get("data")
+    of_rl = {"orchestrator", "trainer", "actor_rollout_ref"} & table.keys()
+    return isinstance(data, dict) and "fake" not in data and not of_rl
+
+
+RUN_OF_SFT = {
+    *("data", "val", "max_steps", "seq_len", "ckpt", "resume", "monitors", "wandb", "log", "bench"),
+    *("output_dir", "run", "clean", "clean_output_dir", "deployment", "slurm", "inference"),
+    *("tokenizer", "env_vars", "weight_broadcast"),
+}
+"""Tables of such a config that are of the whole run; others are its trainer's."""
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def _as_run_of_sft(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Its keys where a config of RL has them: ``[model]`` holds the trainer's model, too."""
+    run = {key: value for key, value in table.items() if key in RUN_OF_SFT}
+    trainer = {key: value for key, value in table.items() if key not in RUN_OF_SFT}
+    orchestrator = {key: trainer.pop(key) for key in ("eval", "renderer") if key in trainer}
+    model = trainer.pop("model", {})
+    if isinstance(model, dict):
+        run["model"] = {key: model[key] for key in ("name", "vlm") if key in model}
+        rest = {key: model[key] for key in model if key not in run["model"]}
+        if rest:
+            trainer["model"] = rest
+    else:
+        run["model"] = model
+    mask = get(run, "data.loss_mask")
+    if isinstance(mask, dict) and all(isinstance(mask.get(role, True), bool) for role in ROLES):
+        trained = [role for role in ROLES if mask.get(role, role == "assistant")]
+        if not mask.keys() - {*ROLES}:
+            run["data"] = {**run["data"], "loss_mask": trained}
+    parts = {"orchestrator": orchestrator, "trainer": trainer}
+    return run | {name: part for name, part in parts.items() if part}
 
 
 def leaf_paths(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -419,8 +651,6 @@ def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     """Write one foreign value where it belongs here, or say why not."""
     if path[0] == "slurm":
         result.slurm = {**(result.slurm or {}), str(path[-1]): value}
-    if "env_vars" in path and match.path is None:
-        result.env_vars[str(path[-1])] = str(value)
     if match.path is None:
         result.left_out.append(f"{_assigned(path, value)}: {match.note}")
         return
@@ -437,25 +667,45 @@ def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     pairs = converted.items() if is_several else [(match.ours or "", converted)]
     for key, each in pairs:
         target = tuple(key.split(".")) if is_several else match.path
-        _set(result, target, match, path, each)
+        _set(result, target, match=match, path=path, value=each, shown=value)
+
+
+def _carry_variable(result: Migration, path: Path, value: Any) -> None:
+    """An environment variable, unless it is a secret or the run sets it."""
+    name = str(path[-1])
+    if isinstance(value, dict | list):
+        result.unknown.append(_assigned(path, value))
+    elif SECRET.fullmatch(name):
+        result.env_vars[name] = None
+        result.left_out.append(f"{'.'.join(map(str, path))}: a secret; export it in the shell")
+    elif OWN.fullmatch(name):
+        result.left_out.append(f"{_assigned(path, value)}: the run sets this variable itself")
+    else:
+        result.env_vars[name] = str(value)
+        _put(result.table, path, str(value))
+        result.carried[path] = [".".join(map(str, path))]
 
 
 def _has_dotted_keys(value: Any) -> bool:
     return isinstance(value, dict) and any("." in key for key in value)
 
 
-def _set(result: Migration, target: Path, match: Match, path: Path, value: Any) -> None:
+def _set(result: Migration, target: Path, match: Match, path: Path, value: Any, shown: Any) -> None:
+    """Write a value of ours. ``shown``: the foreign one, of messages."""
     names = ".".join(str(part) for part in target if isinstance(part, str))
     info = our_keys().get(names)
     if info is not None and not isinstance(value, dict | list) and not fits(info, value):
         note = f" ({match.note})" if match.note else ""
-        result.left_out.append(f"{_assigned(path, value)}: no value of {names}{note}")
+        result.left_out.append(f"{_assigned(path, shown)}: no value of {names}{note}")
         return
 
     numbered = _numbered(target, list(match.numbers))
     present = _get_path(result.table, numbered)
+    if present is not None and VALUES.get(match.pattern) is _clipped:
+        result.carried.setdefault(path, []).append(names)
+        return
     if present is not None and present != value and not isinstance(value, dict):
-        result.left_out.append(f"{_assigned(path, value)}: {names} is {_toml(present)} already")
+        result.left_out.append(f"{_assigned(path, shown)}: {names} is {_toml(present)} already")
         return
     _put(result.table, numbered, value)
     result.carried.setdefault(path, []).append(names)
@@ -469,7 +719,7 @@ EVERY = "*"
 
 def _numbered(target: Path, numbers: list[int]) -> Path:
     """A path of ours with the numbers of the list entries that it goes through."""
-    result: list[Part] = []
+    result: list[PathPart] = []
     for place, part in enumerate(target):
         result.append(part)
         key = ".".join(str(each) for each in result if isinstance(each, str) and each != EVERY)
@@ -511,7 +761,7 @@ def _get_path(table: Any, path: Path) -> Any:
 
 
 def get(table: Any, key: str) -> Any:
-    """The value at a dotted key; None: there is none. Of a list, that of its first entry."""
+    """The value at a dotted key; None: there is none. For a list, the line of its first entry."""
     for part in key.split("."):
         if isinstance(table, list):
             table = table[0] if table else None
@@ -552,7 +802,7 @@ def _spread(result: Migration) -> None:
             result.left_out.append(f"{key}: there is no [[orchestrator.{part}.env]]")
 
 
-# What several keys decide together.
+# Values that several keys decide together.
 
 
 def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
@@ -564,12 +814,19 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
         is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_number else None
 
-    def put(key: str, value: Any, note: str = "") -> None:
+    def put(key: str, value: Any, note: str = "", of: Sequence[str] = ()) -> None:
+        """``of``: the foreign keys that the value is from."""
         path = tuple(key.split("."))
-        if _get_path(table, path) is None:
-            _put(table, path, value)
-            if note:
-                result.notes.setdefault(key, []).append(note)
+        if _get_path(table, path) is not None:
+            return
+        _put(table, path, value)
+        if note:
+            result.notes.setdefault(key, []).append(note)
+        # Each had an entry of its own, by which it alone says nothing.
+        alone = tuple(f"{each} = " for each in of)
+        result.left_out[:] = [each for each in result.left_out if not each.startswith(alone)]
+        for each in of:
+            result.carried.setdefault(tuple(each.split(".")), []).append(key)
 
     if get(whole, "deployment.type") == "multi_node":
         per_node = number("deployment.gpus_per_node") or 8
@@ -589,14 +846,23 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
     per_prompt = number("actor_rollout_ref.rollout.n") or 1
     if prompts:
         note = f"{prompts} prompts of {per_prompt} rollouts"
-        put("orchestrator.batch_size", prompts * per_prompt, note)
-        if mini := number("actor_rollout_ref.actor.ppo_mini_batch_size"):
-            put("trainer.minibatches", max(1, prompts // mini), f"{prompts} / {mini} prompts")
-    if gpus := number("trainer.n_gpus_per_node"):
-        put("trainer.num_ranks", gpus * (number("trainer.nnodes") or 1))
-    if rows := number("per_device_train_batch_size"):
-        steps = number("steps_per_generation") or number("gradient_accumulation_steps") or 1
-        put("orchestrator.batch_size", rows * steps, "times the number of GPUs")
+        of_verl = "data.train_batch_size"
+        put("orchestrator.batch_size", prompts * per_prompt, note, of=[of_verl])
+        in_prompts = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        if mini := number(in_prompts):
+            number_of_steps = max(1, prompts // mini)
+            note = f"{prompts} / {mini} prompts"
+            put("trainer.minibatches", number_of_steps, note, of=[in_prompts])
+    gpus_of_verl = "trainer.n_gpus_per_node"
+    if gpus := number(gpus_of_verl):
+        put("trainer.num_ranks", gpus * (number("trainer.nnodes") or 1), of=[gpus_of_verl])
+    per_device = "per_device_train_batch_size"
+    if rows := number(per_device):
+        factors = ("steps_per_generation", "gradient_accumulation_steps")
+        factor = next(filter(number, factors), None)
+        rollouts = rows * ((number(factor) if factor else None) or 1)
+        of_trl = [per_device, *([factor] if factor else [])]
+        put("orchestrator.batch_size", rollouts, "times the number of GPUs", of=of_trl)
 
     for prompt, completion in (
         ("data.max_prompt_length", "data.max_response_length"),
@@ -604,12 +870,120 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
     ):
         lengths = number(prompt), number(completion)
         if lengths[0] and lengths[1]:
-            put("seq_len", lengths[0] + lengths[1], "prompt and completion together")
+            both = lengths[0] + lengths[1]
+            put("seq_len", both, "prompt and completion together", of=[prompt])
+    _fit_loss(result, whole)
+    _fit_algorithm(result, whole)
     steps_of_run = get(table, "max_steps")
     for key in ("warmup_ratio", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"):
         ratio = get(whole, key)
         if isinstance(ratio, float) and isinstance(steps_of_run, int) and ratio > 0:
-            put("trainer.scheduler.warmup_steps", round(ratio * steps_of_run), f"{ratio} of a run")
+            steps = round(ratio * steps_of_run)
+            put("trainer.scheduler.warmup_steps", steps, f"{ratio} of a run", of=[key])
+
+
+CLIPS = ("clip_eps_low", "clip_eps_high", "dual_clip")
+"""Keys of ``ppo_clip``."""
+
+
+def _fit_loss(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The loss with the keys that it has: gspo is a sum over rollouts, dr_grpo needs its constant,
+    cispo bounds the ratio itself in TRL, and sapo has no clip."""
+    loss = get(result.table, "trainer.loss")
+    if not isinstance(loss, dict):
+        return
+    if "type" not in loss and not loss.keys().isdisjoint(CLIPS):
+        loss["type"] = "ppo_clip"
+        result.notes["trainer.loss.type"] = ["the loss with these keys"]
+    name = loss.get("type")
+    if name != "ppo_clip" and loss.pop("dual_clip", None) is not None:
+        _leave_out(result, ("trainer.loss.dual_clip",), f"the loss {name} has no such clip")
+    if name in ("gmpo", "kl_cov"):
+        for key in CLIPS:
+            loss.pop(key, None)
+        clips = tuple(f"trainer.loss.{key}" for key in CLIPS)
+        _leave_out(result, clips, f"the loss {name} has keys of its own")
+    if name in ("gspo", "gmpo"):
+        loss.pop("normalize_by", None)
+    if loss.get("type") == "dr_grpo" and "constant" not in loss:
+        rollouts = get(result.table, "orchestrator.batch_size") or 128
+        tokens = get(result.table, "orchestrator.train.sampling.max_completion_tokens") or 256
+        if isinstance(rollouts, int) and isinstance(tokens, int):
+            loss["constant"] = float(rollouts * tokens)
+            note = f"{rollouts} rollouts of at most {tokens} tokens"
+            result.notes["trainer.loss.constant"] = [note]
+    is_verl = "actor_rollout_ref" in whole
+    if loss.get("type") not in ("cispo", "sapo") or (is_verl and loss["type"] == "cispo"):
+        return  # verl clips the weights of cispo at 1 - clip_ratio_low and 1 + clip_ratio_high
+    epsilon_high = get(whole, "epsilon_high")
+    had = [loss.pop(key, None) for key in ("clip_eps_low", "clip_eps_high")]
+    if loss["type"] == "cispo" and isinstance(epsilon_high, int | float) and epsilon_high > 1:
+        loss["clip_eps_high"] = round(epsilon_high - 1.0, 9)
+        result.notes["trainer.loss.clip_eps_high"] = ["epsilon_high - 1: of the ratio there"]
+    elif any(value is not None for value in had):
+        result.notes.setdefault("trainer.loss.type", []).append("without the clip of epsilon")
+        clips = ("trainer.loss.clip_eps_low", "trainer.loss.clip_eps_high")
+        _leave_out(result, clips, f"the loss {loss['type']} has no such clip")
+
+
+PENALIZED = {"dapo", "dr_grpo", "grpo_std", "opo", "reinforce", "rloo"}
+"""Algorithms with the key ``penalties``."""
+
+
+def _fit_algorithm(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The algorithm with the keys that it has, and a critic only where one is read."""
+    algo = get(result.table, "orchestrator.algo")
+    if not isinstance(algo, dict):
+        algo = {}
+    is_trl = _is_flat(whole) and "num_generations" in whole
+    if get(whole, "algorithm.norm_adv_by_std_in_grpo") is False and algo.get("type") == "grpo_std":
+        algo["type"] = "grpo"
+        result.notes["orchestrator.algo.type"] = ["norm_adv_by_std_in_grpo = false: no division"]
+    if "penalties" in algo and "type" not in algo and is_trl:
+        algo["type"] = "grpo_std"  # TRL divides by the deviation, unless scale_rewards forbids it
+        result.notes["orchestrator.algo.type"] = ["the default of scale_rewards is group"]
+    if is_trl and "type" not in algo:
+        why = 'orchestrator.algo.type: grpo_std there (scale_rewards = "group"), grpo here'
+        result.defaults.append(f"{why}: no division by the group's deviation")
+
+    actor = get(whole, "actor_rollout_ref.actor")
+    if isinstance(actor, dict) and actor.get("use_kl_loss") is not True:
+        _without_kl(result, algo, "verl reads it only where use_kl_loss = true")
+
+    name = algo.get("type", "grpo")
+    if "penalties" in algo and name not in PENALIZED:
+        del algo["penalties"]
+        losses = get(result.table, "trainer.losses")
+        if isinstance(losses, dict):
+            losses.pop("kl_to_initial", None)
+        why = f"algorithm {name} has no penalties; those of prime-rl-baselines have, such as rloo"
+        _leave_out(result, ("orchestrator.algo.penalties", "trainer.losses.kl_to_initial"), why)
+    trainer = result.table.get("trainer")
+    if name != "ppo" and isinstance(trainer, dict) and trainer.pop("heads", None):
+        _leave_out(result, ("trainer.heads",), f"algorithm {name} reads no critic")
+
+
+def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:
+    """Without the penalty of the KL, and with the other penalties."""
+    penalties = algo.get("penalties", {})
+    penalties.pop("kl_to_initial", None)
+    if not penalties:
+        algo.pop("penalties", None)
+    losses = get(result.table, "trainer.losses")
+    if isinstance(losses, dict):
+        losses.pop("kl_to_initial", None)
+        if not losses:
+            del result.table["trainer"]["losses"]
+    kl = ("orchestrator.algo.penalties.kl_to_initial", "trainer.losses.kl_to_initial")
+    _leave_out(result, kl, why)
+
+
+def _leave_out(result: Migration, tables: tuple[str, ...], why: str) -> None:
+    """What was carried to ``tables`` is left out after all."""
+    for path, names in [*result.carried.items()]:
+        if all(name.startswith(tables) for name in names):
+            del result.carried[path]
+            result.left_out.append(f"{'.'.join(map(_key, path))}: {why}")
 
 
 ENDLESS = 1000
@@ -619,6 +993,9 @@ ENDLESS = 1000
 def _complete(result: Migration) -> None:
     """What upstream has without a key, and the differences of defaults."""
     table = result.table
+    if "sft" in table:
+        _complete_sft(result)
+        return
     inference = table.setdefault("inference", {})
     if "base_url" not in inference and "engine" not in inference:
         inference["engine"] = "vllm"
@@ -627,33 +1004,38 @@ def _complete(result: Migration) -> None:
         table["max_steps"] = ENDLESS
         note = "required here: upstream trains until it is stopped"
         result.notes.setdefault("max_steps", []).append(note)
-    for each in DIFFERENCES:
+    _add_defaults(result, DIFFERENCES)
+
+
+def _complete_sft(result: Migration) -> None:
+    """The same for supervised fine-tuning, in which nothing is sampled unless it evaluates."""
+    if get(result.table, "orchestrator.eval.env"):
+        result.table.setdefault("inference", {}).setdefault("engine", "vllm")
+        result.notes.setdefault("inference.engine", []).append("upstream's only engine")
+    parts = ("trainer.", "ckpt.", "recovery.", "orchestrator.eval.", "sft.", "seq_len")
+    _add_defaults(result, [each for each in DIFFERENCES if each.key.startswith(parts)])
+
+
+def _add_defaults(result: Migration, differences: Sequence[Difference]) -> None:
+    table = result.table
+    for each in differences:
         if get(table, each.key) is None and each.applies(table):
             theirs = "not set" if each.theirs is None else _toml(each.theirs)
             note = f"; {each.note}" if each.note else ""
             result.defaults.append(f"{each.key}: {theirs} there, {each.ours} here{note}")
 
 
-_SECRET = re.compile(r"(key|token|secret|password)", re.IGNORECASE)
-
-
-def _note_secrets(result: Migration, whole: Mapping[str, Any]) -> None:
-    """Keep the values of variables that look like a key out of comments."""
-    secrets = [value for name, value in result.env_vars.items() if _SECRET.search(name)]
-    for text in secrets:
-        if text:
-            result.left_out = [each.replace(text, "...") for each in result.left_out]
-
-
 # Writing.
 
 
-def _assigned(path: Sequence[Part], value: Any) -> str:
-    """``KEY = VALUE``, on one line."""
+def _assigned(path: Sequence[PathPart], value: Any) -> str:
+    """``KEY = VALUE``, on one line, without the value of a secret."""
+    if isinstance(value, str) and SECRET.fullmatch(str(path[-1])):
+        value = "..."
     return f"{'.'.join(map(_key, path))} = {_toml(value)}"
 
 
-def _key(part: Part) -> str:
+def _key(part: PathPart) -> str:
     text = str(part)
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
 
@@ -784,7 +1166,14 @@ def sbatch(migration: Migration, whole: Mapping[str, Any], config: str, script: 
     rest = {key: slurm[key] for key in slurm if key not in (*_DIRECTIVES, *_BEFORE)}
     lines += [f"# Not used: {_one_line(_assigned((key,), value))}" for key, value in rest.items()]
     names = sorted(migration.env_vars)
-    exports = [f"export {name}={shlex.quote(migration.env_vars[name])}" for name in names]
+    exports = []
+    for name in names:
+        public = migration.env_vars[name]
+        if public is None:
+            exports.append(f"# {name} is a secret: export it in the shell that calls sbatch.")
+        else:
+            exports.append(f"export {name}={shlex.quote(public)}")
+
     command = slurm.get("pre_run_command")
     before = ["", "# pre_run_command", str(command)] if command else []
     return SBATCH.format(

@@ -6,6 +6,7 @@ and one for each id of the hub. A local folder is used as it is.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
@@ -22,7 +23,9 @@ from prime_rl.plugins.status import Facts
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import MODEL, bringer, collect, settings_of
 from prime_rl.rundir.launch import READY, Launch
+from prime_rl.rundir.logs import set_up_logging
 from prime_rl.rundir.processes import exit_with_parent
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.scratch import Scratch
 from prime_rl.rundir.status import DONE, Status
 
@@ -40,7 +43,7 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     folder = Path(model.name)
     if model.name in offers and not folder.exists():
         cls = offers[model.name].cls
-        return cls(settings_of(cls, MODEL, model.settings, "model"))
+        return cls(settings_of(cls, MODEL, settings=model.settings, where="model"))
 
     if model.settings:
         raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
@@ -52,9 +55,11 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
             package = bringer("model", model.name)
             install = f". pip install {package} brings it" if package else ""
             made = ", ".join(offers) or "none"
+            close = difflib.get_close_matches(model.name, offers, n=1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
                 f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model "
-                f"that an installed plugin makes (those are: {made}){install}"
+                f"that an installed plugin makes (those are: {made}){install or meant}"
             )
     elif not (folder / "config.json").exists():
         raise ConfigError(
@@ -91,7 +96,7 @@ def model_path(config: ModelSource, hooks: Hooks, cache: Path | None = None) -> 
     maker = build_model_maker(config, hooks)
     if maker is not None:
         version = collect(hooks, MODEL)[maker.name].source.version
-        path = cached_path(maker, version, config.seed, cache)
+        path = cached_path(maker, version, seed=config.seed, cache=cache)
     elif Path(config.model.name).is_dir():
         return str(Path(config.model.name).resolve()), False
     else:
@@ -143,12 +148,12 @@ def main() -> int:
     """Make or fetch the model that the run's config names; 1 if that fails."""
     exit_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the clean-up
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     run_dir = Path(sys.argv[1])
     status = Status(run_dir / "status" / "model.json")
     status.report("starting")
     try:
-        table = json.loads((run_dir / "configs" / "run.json").read_bytes())
+        table = read_table(run_dir / "configs" / "run.json")
         config = ModelSource.model_validate(
             {key: value for key, value in table.items() if key in ModelSource.model_fields}
         )

@@ -11,7 +11,7 @@ PER_ROLLOUT = 4
 """Descriptors of a rollout whose harness speaks HTTP: both ends of its connection to verifiers, the
 connection to the engine, and one to spare."""
 OTHERS = 128
-"""Of a process without rollouts: modules, logs, sockets."""
+"""Files that a process opens without any rollout: modules, logs, sockets."""
 
 
 def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -23,6 +23,11 @@ from prime_rl.rundir.status import read_rows
 VIEW_LOG = "view.log"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 key``, ``1,200 keys``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def say(text: str, stream: TextIO | None) -> None:
     """Print a line for the user; nothing where it cannot be written."""
     if stream is None:  # the shell has closed it: >&-
@@ -107,18 +112,21 @@ class SafeView(RunView):
         self.__exit__(None, None, None)  # its screen must not hide what is printed now
 
     def _log(self, text: str) -> None:
-        with suppress(OSError), (log_dir(self.run_dir) / VIEW_LOG).open("a") as file:
+        with (
+            suppress(OSError),
+            (log_dir(self.run_dir) / VIEW_LOG).open("a", encoding="utf-8") as file,
+        ):
             file.write(f"{printable(text)}\n")
 
 
 class CallingView(RunView):
-    """A view, and functions of the user's that are called after each step. What they raise ends
-    the run: it is the user's own code."""
+    """A view that also calls functions of the user with each step after it. An exception of theirs
+    ends the run: it is the user's own code."""
 
     def __init__(
-        self, view: RunView, on_step: Sequence[Callable[[], object]], last_step: int
+        self, view: RunView, on_step: Sequence[Callable[[int], object]], last_step: int
     ) -> None:
-        """``last_step``: of the checkpoint that the run continues, 0 without one."""
+        """``last_step``: the step of the checkpoint that the run continues, 0 without one."""
         super().__init__(view.config, view.run_dir, view.max_steps)
         self._view = view
         self._on_step = on_step
@@ -138,7 +146,7 @@ class CallingView(RunView):
                 continue
             self._last_step = step
             for call in self._on_step:
-                call()
+                call(step)
 
     def print(self, line: str) -> None:
         self._view.print(line)
@@ -157,4 +165,4 @@ def trained_steps(run_dir: Path) -> list[int]:
 
 
 TRAINED = "optim/"
-"""Begin of metrics that the trainer gives a step that it has taken."""
+"""Prefix of the metrics of a step that the trainer has taken."""

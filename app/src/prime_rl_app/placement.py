@@ -23,8 +23,8 @@ MODELS = ".models"
 """Folder of made or fetched models, in ``output_dir``, which other machines see too."""
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True)
+class RunTasks:
     """The tasks of a run before they are placed."""
 
     tasks: tuple[Task, ...]
@@ -45,7 +45,7 @@ def lay_out(
     resolved: Resolved,
     checkpoint: Checkpoint | None = None,
     engines: Sequence[Task] | None = None,
-) -> Layout:
+) -> RunTasks:
     """The processes of a run and their resources. ``engines``: the policy's, where others than the
     config's have joined. Raises ``ConfigError``.
 
@@ -76,17 +76,26 @@ def lay_out(
         *([Task("model", "model")] if to_make else []),
         *policy,
         *of_config[number:],
-        *_trainer_tasks(config, gpus, ranks, on_gpu and config.trainer.device != "cpu"),
+        *_trainer_tasks(
+            config, gpus, ranks=ranks, on_gpu=on_gpu and config.trainer.device != "cpu"
+        ),
         Task("orchestrator", "orchestrator", num_ports=wire_ports),
     ]
-    return Layout(tuple(tasks), ranks, path, initial, to_make, policy)
+    return RunTasks(
+        tasks=tuple(tasks),
+        num_ranks=ranks,
+        model_path=path,
+        initial_path=initial,
+        to_make=to_make,
+        engines=policy,
+    )
 
 
 def _engine_tasks(num_engines: int, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
     for number in range(num_engines):
-        own = None if gpus.engines is None else gpus.engines[number]
+        gpu_numbers = None if gpus.engines is None else gpus.engines[number]
         name = process_name("inference", number)
-        yield Task(name, "inference", number, num_gpus=num_gpus, gpus=own, num_ports=1)
+        yield Task(name, "inference", number, num_gpus=num_gpus, gpus=gpu_numbers, num_ports=1)
 
 
 def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -> Iterator[Task]:
@@ -109,7 +118,7 @@ def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -
 
 def plan(
     resolved: Resolved,
-    layout: Layout,
+    layout: RunTasks,
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
     engines_kept: bool = False,
@@ -122,7 +131,7 @@ def plan(
     urls = {
         task.name: engine_url(config, task, places[task.name]) for task in layout.of("inference")
     }
-    own = [urls.pop(task.name) for task in layout.engines]
+    engine_urls = [urls.pop(task.name) for task in layout.engines]
     trainers = [places[task.name] for task in layout.of("trainer")]
     wire = places["orchestrator"]
     first = transport.port
@@ -133,7 +142,7 @@ def plan(
         initial_path=layout.initial_path,
         reference_urls=dict(zip(earlier, urls.values(), strict=True)),
         served_model_name=config.model.name,
-        engine_urls=list(inference.base_url or own),
+        engine_urls=list(inference.base_url or engine_urls),
         engine_names=[task.name for task in layout.engines],
         transport_type=transport.type,
         transport_host=wire.address or transport.host,

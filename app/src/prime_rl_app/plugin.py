@@ -24,7 +24,7 @@ def register_launchers() -> list[type[Launcher]]:
 @hookimpl
 def register_observers() -> list[type[Observer]]:
     """Offer ``save_rollouts``."""
-    from prime_rl_app.rollouts import SaveRollouts
+    from prime_rl_app.saved_rollouts import SaveRollouts
 
     return [SaveRollouts]
 

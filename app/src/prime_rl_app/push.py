@@ -40,8 +40,21 @@ def _upload(weights: Path, name: str, private: bool) -> str:
         url = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=weights)
     except Exception as error:  # errors of the hub and of the network
+        if _is_of_network(error):
+            raise RunError(
+                f"push: the hub cannot be reached ({error}), so {name!r} was not uploaded. The "
+                f"model is in {weights}. Try again with a network, or give a folder: "
+                "run.push('./mine')."
+            ) from error
         raise RunError(
             f"push: uploading to {name!r} failed: {type(error).__name__}: {error}. Log in with "
             "'hf auth login', or give a folder."
         ) from error
     return str(url)
+
+
+def _is_of_network(error: Exception) -> bool:
+    """Whether the hub was not reached. By name: releases of huggingface_hub use different HTTP
+    clients, whose classes share these names."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return not names.isdisjoint({"TransportError", "ConnectionError", "Timeout"})

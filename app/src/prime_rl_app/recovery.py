@@ -21,14 +21,14 @@ from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
-from prime_rl.rundir.checkpoints import STABLE, finished, last_trained, whole_steps
+from prime_rl.rundir.checkpoints import CHECKSUMS, finished, last_trained, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import ENGINES, last_beat
 from prime_rl.weights.versions import newest_version
 from prime_rl_app.attempts import Attempts
 from prime_rl_app.children import Child
 from prime_rl_app.logs import LogLimit
-from prime_rl_app.restarts import Restarts
+from prime_rl_app.restarts import EngineRestarts
 
 LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
@@ -62,10 +62,12 @@ class Recovery:
         """An attempt begins: what looks for processes that count as dead."""
         return Liveness(self._run_dir, self._config).look
 
-    def engines(self, attempts: Attempts, launcher: Launcher) -> Restarts:
+    def engines(self, attempts: Attempts, launcher: Launcher) -> EngineRestarts:
         """What restarts the engines of the run, and lets others join and leave."""
         limit = self._max_restarts
-        return Restarts(launcher, self._run_dir, limit, self._tell, attempts=attempts)
+        return EngineRestarts(
+            launcher, self._run_dir, limit=limit, tell=self._tell, attempts=attempts
+        )
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
         """Return after a pause if the run is to be started again. Raises ``failure`` if it came
@@ -84,14 +86,14 @@ class Recovery:
         since = self._began
         where = "the start"
         for newest in whole_steps(self._run_dir)[-1:]:
-            mark = finished(self._run_dir, newest).directory / STABLE
+            mark = finished(self._run_dir, newest).directory / CHECKSUMS
             since = max(since, mark.stat().st_mtime)
             where = f"step {newest}"
 
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
         try:
-            with (self._run_dir / LOG).open("a") as file:
+            with (self._run_dir / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
             raise failure from error
@@ -136,7 +138,7 @@ class Liveness:
         self._looked = clock()
         self._stopped: dict[int, float] = {}
         self._silent: dict[str, tuple[int, int, float]] = {}
-        """Of each process: its last beat, the bytes it had moved when they last were a sign of
+        """For each process: its last beat, the bytes it had moved when they last were a sign of
         life, and the seconds since the last sign."""
         self._lost = 0.0
 
@@ -159,9 +161,9 @@ class Liveness:
         if not isinstance(process, Child):
             return ""
         with suppress(psutil.Error):
-            own = psutil.Process(process.process.pid)
-            ranks = own.children() if process.name.startswith("trainer") else []
-            for each in (own, *ranks):
+            child = psutil.Process(process.process.pid)
+            ranks = child.children() if process.name.startswith("trainer") else []
+            for each in (child, *ranks):
                 stopped = each.status() == psutil.STATUS_STOPPED
                 self._stopped[each.pid] = (
                     self._stopped.get(each.pid, 0.0) + passed if stopped else 0

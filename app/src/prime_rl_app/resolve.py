@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl import Algorithm, Engine, PluginConfig
 from prime_rl.config.contract import FrozenModel
-from prime_rl.config.orchestrator import EnvConfig
+from prime_rl.config.orchestrator import EnvConfig, SourceTable
 from prime_rl.config.run import FILES, RunConfig
-from prime_rl.entries import installed_entries, names_of
-from prime_rl.errors import ConfigError
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.config.trainer import EXPERT_KEYS
+from prime_rl.entries import disabled, installed_entries, names_of
+from prime_rl.env.rendering import number_in_config
+from prime_rl.errors import ConfigError, PluginError
+from prime_rl.orchestrator.agents import parts_of
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.registry.components import Components
-from prime_rl.registry.manager import GROUPS, Hooks, load_plugins
+from prime_rl.registry.manager import Hooks, load_plugins, plugin_names
 from prime_rl.registry.offers import (
     ENGINE,
     FILTER,
@@ -46,7 +49,11 @@ from prime_rl.registry.offers import (
     make_tuning,
     select,
     settings_of,
+    unreached_observers,
 )
+from prime_rl.rundir.launch import PAST
+from prime_rl.variables import check_exported, check_headers
+from prime_rl_app.commands import check_variables
 from prime_rl_app.env_checks import (
     EarlierWeights,
     algorithm_of,
@@ -59,7 +66,7 @@ from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_r
 from prime_rl_app.models import build_model_maker, model_path
 
 if TYPE_CHECKING:
-    from prime_rl_app.resume import Plan
+    from prime_rl_app.resume import ResumePlan
 
 LAST_PORT = 65535
 
@@ -132,7 +139,7 @@ class Resolved:
         return num_engines(self.config, self.earlier_weights.engines)
 
     @cached_property
-    def earlier_run(self) -> Plan | None:
+    def earlier_run(self) -> ResumePlan | None:
         """What the run continues; None: it is a new one."""
         if self.resume is None:
             return None
@@ -148,14 +155,12 @@ def check(config: RunConfig, resume: str | None = None) -> Resolved:
     hooks = resolved.hooks
     trainer = resolved.trainer_hooks
     _check_disabled(config)
+    _check_reached(config, hooks, trainer)
     orchestrator = config.orchestrator
     train = config.trainer
     problems = list[str]()
-    sampler = orchestrator.sampler_table
-    table = orchestrator.renderer
-    model = config.model.name
+    sampler = orchestrator.sampler
     losses = Components({"rl": train.loss, **train.losses}, collect(trainer, LOSS))
-    where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
         (check_envs, config),
         (train.scheduler.fitted(config.max_steps).check, train.optim.lr, config.max_steps),
@@ -164,16 +169,17 @@ def check(config: RunConfig, resume: str | None = None) -> Resolved:
         *((losses.__getitem__, name) for name in losses.tables),
         (check_filters, config, hooks),
         (build_model_maker, config, hooks),
-        (choose, SAMPLER, sampler.type, sampler.settings, hooks, where),
-        (lambda: make(RENDERER, table.name, table.settings, hooks, RENDERER.key).check(model),),
-        *((choose, MONITOR, n, t, hooks, f"monitors.{n}") for n, t in config.monitors.items()),
+        (choose, SAMPLER, sampler.type, sampler.settings, hooks, SAMPLER.key),
+        (_check_renderer, config, hooks),
+        *((_check_monitor, name, config, hooks) for name in config.monitors),
         (_check_observers, config, hooks),
         (choose, VIEW, config.view.type, config.view.settings, hooks, "view"),
         (check_engine, resolved),
         (_check_deployment, resolved),
         (_check_broadcast, resolved),
         (_check_keys, resolved),
-        (make_observers, train.settings, trainer),
+        (check_variables, config),
+        (_check_trainer_observers, config, trainer),
         (make_kernel, train, trainer),
         (lambda: resolved.optimizer,),
         (lambda: check_tasksets(config, resolved.algorithms()),),
@@ -182,8 +188,11 @@ def check(config: RunConfig, resume: str | None = None) -> Resolved:
         try:
             part(*arguments)
         except ConfigError as error:
-            if not any(known.endswith(str(error)) for known in problems):  # found by two parts
-                problems.append(str(error))
+            # Two parts may find one problem, and one of them knows its place.
+            problem = str(error)
+            if not any(known.endswith(problem) for known in problems):
+                problems = [known for known in problems if not problem.endswith(f": {known}")]
+                problems.append(problem)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -198,7 +207,7 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
     inference = config.inference
     if inference.base_url is not None:
         return Engine(PluginConfig())
-    cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
+    cls = select(ENGINE, inference.engine, offers=collect(hooks, ENGINE), where="inference.engine")
     where = f"inference.{inference.engine}"
     unread = [key for key in inference.model_extra or {} if key != inference.engine]
     if unread and (unread[0] in collect(hooks, ENGINE) or bringer(ENGINE.name, unread[0])):
@@ -212,18 +221,37 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
             f"inference.{unread[0]}: unknown key; the engine's own settings go into [{where}]"
         )
 
-    return cls(settings_of(cls, ENGINE, inference.settings, where))
+    return cls(settings_of(cls, ENGINE, settings=inference.settings, where=where))
 
 
 def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
     """The launcher plugin with its settings. Raises ``ConfigError``."""
     table = config.launcher
-    return make(LAUNCHER, table.type, table.settings, hooks, "launcher")
+    return make(LAUNCHER, table.type, table=table.settings, hooks=hooks, where="launcher")
+
+
+def _check_renderer(config: RunConfig, hooks: Hooks) -> None:
+    """It is installed, and renders for the model."""
+    table = config.orchestrator.renderer
+    renderer = make(RENDERER, table.name, table=table.settings, hooks=hooks, where=RENDERER.key)
+    renderer.check(config.model.name)
 
 
 def check_tuning(resolved: Resolved) -> None:
     """The run's tuning fits the model. Raises ``ConfigError``."""
     if resolved.tuning is not None:
+        if resolved.config.trainer.expert_parallel:
+            raise ConfigError(
+                f"trainer.expert_parallel is true, and adapters (trainer.{resolved.tuning.name}) "
+                "are trained with all experts gathered. Leave one of them out."
+            )
+        past = resolved.config.orchestrator.past
+        if past.base_url or PAST in resolved.earlier_weights.engines:
+            raise ConfigError(
+                f"trainer.{resolved.tuning.name} publishes adapters, and earlier versions of the "
+                "policy (orchestrator.past) are kept as whole models. Train all weights, or leave "
+                'out model = "past" and algorithms that read host.past.'
+            )
         path, _ = model_path(resolved.config, resolved.hooks)
         resolved.tuning.check(Path(path))
 
@@ -233,7 +261,9 @@ def check_engine(resolved: Resolved) -> None:
     Raises ``ConfigError``."""
     config = resolved.config
     variable = config.inference.admin_key_var
-    if config.inference.base_url is None:
+    if not config.has_engines:
+        _check_nothing_samples(config)
+    elif config.inference.base_url is None:
         resolved.engine.check(config.inference.interpreter)
     elif not os.environ.get(variable):
         raise ConfigError(
@@ -245,6 +275,27 @@ def check_engine(resolved: Resolved) -> None:
         raise ConfigError(
             "deployment.colocated has engines and trainer take turns on one GPU, and "
             "inference.base_url names engines that this run does not start. Leave one of them out."
+        )
+
+
+def _check_nothing_samples(config: RunConfig) -> None:
+    """A run without engines takes all of its data from sources. Raises ``ConfigError``."""
+    orchestrator = config.orchestrator
+    sampling = [
+        f"orchestrator.train.env {env.label!r}"
+        for env in orchestrator.train.env
+        if not isinstance((env.algo or orchestrator.algo).sampling.source, SourceTable)
+    ]
+    sampling += [f"orchestrator.eval.env {env.label!r}" for env in orchestrator.eval.env]
+    if sampling:
+        raise ConfigError(
+            f"inference.replicas is 0, and {sampling[0]} samples from the policy, which takes an "
+            "engine. Set inference.replicas to 1, or remove the env."
+        )
+    if config.deployment.colocated:
+        raise ConfigError(
+            "deployment.colocated has engines and trainer take turns on one GPU, and the run has "
+            "no engine (inference.replicas is 0). Leave one of them out."
         )
 
 
@@ -261,8 +312,10 @@ def _check_deployment(resolved: Resolved) -> None:
         )
 
     gpus = resolved.gpus
-    _check_ports(resolved, num_ranks(config, gpus))
-    if config.inference.base_url is not None:
+    ranks = num_ranks(config, gpus)
+    _check_ports(resolved, ranks)
+    check_layout(config, resolved.hooks, ranks)
+    if config.inference.base_url is not None or not config.has_engines:
         return
     engine = resolved.engine
     check_shares(gpus, engine.num_gpus)
@@ -272,6 +325,27 @@ def _check_deployment(resolved: Resolved) -> None:
             f"is {engine.dtype!r}: the engine would serve weights of less precision than it "
             "computes in. Set both to 'bfloat16', or leave publish_dtype out."
         )
+
+
+def check_layout(config: RunConfig, hooks: Hooks, ranks: int) -> None:
+    """The ranks can have equally many attention heads and experts, as far as the model's folder
+    says. Raises ``ConfigError``."""
+    trainer = config.trainer
+    if trainer.context_parallel == 1 and not trainer.expert_parallel:
+        return
+
+    path, _ = model_path(config, hooks)
+    heads = number_in_config(Path(path), "num_attention_heads")
+    numbers = [number_in_config(Path(path), key) for key in EXPERT_KEYS]
+    experts = next((number for number in numbers if number), None)
+    if experts is None and heads is not None and not _speaks_of_experts(Path(path)):
+        experts = 0
+    trainer.check_layout(config.model.name, num_ranks=ranks, num_heads=heads, num_experts=experts)
+
+
+def _speaks_of_experts(path: Path) -> bool:
+    """Whether a model's ``config.json`` has a key of experts, under whatever name."""
+    return "expert" in (path / "config.json").read_text("utf-8", errors="replace")
 
 
 def _check_ports(resolved: Resolved, ranks: int) -> None:
@@ -313,15 +387,14 @@ def _check_keys(resolved: Resolved) -> None:
         algo = env.algo or config.orchestrator.algo
         where = f"env {env.label!r}: algo"
         models[f"{where}.sampling.source"] = algo.sampling.source  # type: ignore[assignment]
-        models |= {f"{where}.{name}": value for name, value in algorithm.config}
+        for part in parts_of(algorithm):
+            table = where if part.agent is None else f"env {env.label!r}: agents.{part.agent}.algo"
+            models |= {f"{table}.{name}": value for name, value in part.algorithm.config}
 
     for where, model in models.items():
-        variable = model.api_key_var if isinstance(model, FrozenModel) else None
-        if variable is not None and not os.environ.get(variable):
-            raise ConfigError(
-                f"{where}: api_key_var is {variable!r}, and the environment has no such variable, "
-                "or an empty one. Export it, or leave api_key_var out if the endpoint needs no key."
-            )
+        if isinstance(model, FrozenModel):
+            check_exported(model, where)
+    check_headers(config.inference.headers_from_env, "inference")
 
 
 def _check_broadcast(resolved: Resolved) -> None:
@@ -353,8 +426,8 @@ def _check_broadcast(resolved: Resolved) -> None:
 def _check_observers(config: RunConfig, hooks: Hooks) -> None:
     """Their tables are valid, and a key that asks for an observer finds it."""
     installed = collect(hooks, OBSERVER)
-    keys = ("orchestrator.eval.env", "orchestrator.save_rollouts", "orchestrator.weights_timeout")
-    for key in (*keys, "ckpt.best", "stop.metric"):
+    keys = ("orchestrator.eval.env", "orchestrator.save_rollouts", "ckpt.best", "stop.metric")
+    for key in keys:
         *path, name = key.split(".")
         table = reduce(getattr, path, config)
         is_set = name in table.model_fields_set and getattr(table, name)
@@ -366,17 +439,43 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
 
     for name in {**installed, **config.observers}:
         settings = config.observers.get(name, {})
-        choose(OBSERVER, name, settings, hooks, f"observers.{name}")[0].check(config)
+        choose(OBSERVER, name, table=settings, hooks=hooks, where=f"observers.{name}")[0].check(
+            config
+        )
+
+
+def _check_monitor(name: str, config: RunConfig, hooks: Hooks) -> None:
+    table = config.monitors[name]
+    choose(MONITOR, name, table=table, hooks=hooks, where=f"monitors.{name}")[0].check(config)
+
+
+def _check_trainer_observers(config: RunConfig, trainer: Hooks) -> None:
+    """Their tables are valid, and they accept the config."""
+    for observer in make_observers(config.trainer.settings, trainer):
+        observer.check(config)
+
+
+def _check_reached(config: RunConfig, hooks: Hooks, trainer: Hooks) -> None:
+    """Each offered observer is loaded by the process in which it runs. Raises ``PluginError``."""
+    left_out = disabled().union(config.plugins.disabled)
+    partly = {
+        entry.dist.name
+        for group in (PROJECT, TRAINER_GROUP)
+        for entry in installed_entries(group)
+        if entry.dist is not None and left_out & names_of(entry)
+    }
+    problems = unreached_observers(hooks, trainer, partly=partly)
+    if problems:
+        raise PluginError("\n".join(problems))
 
 
 def _check_disabled(config: RunConfig) -> None:
-    entries = [entry for group in GROUPS for entry in installed_entries(group)]
-    installed = {entry.name for entry in entries}
     for name in config.plugins.disabled:
-        if not any(name in names_of(entry) for entry in entries):
+        known = plugin_names()
+        if name not in known:
             raise ConfigError(
                 f"plugins.disabled: no installed plugin is called {name!r} "
-                f"(installed: {', '.join(sorted(installed))})"
+                f"(installed: {', '.join(sorted(known))})"
             )
 
 
@@ -391,4 +490,4 @@ def check_filters(config: RunConfig, hooks: Hooks) -> None:
                 raise ConfigError(
                     f"{where}: filter {filter.type!r} is listed {counts[filter.type]} times"
                 )
-            choose(FILTER, filter.type, filter.settings, hooks, where)
+            choose(FILTER, filter.type, table=filter.settings, hooks=hooks, where=where)

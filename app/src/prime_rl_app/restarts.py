@@ -18,7 +18,7 @@ REPLACE_SECONDS = 30.0
 """Until a launcher that found no place for an engine is asked again."""
 
 
-class Restarts:
+class EngineRestarts:
     """Restarts each engine that dies or hangs, at most ``limit`` times without a newer version of
     the weights, with growing pauses. The orchestrator reports in a status file that one hangs. One
     that exits before it has served, and is alone, is not restarted: it would fail again."""
@@ -45,7 +45,9 @@ class Restarts:
         """Newest version of each engine that has served."""
         self._handled: dict[str, int | None] = {}
         """The silence of an engine when it was last restarted or given up."""
-        self._scaling = [Scaling(each, launcher, run_dir, tell) for each in (attempts,) if each]
+        self._scaling = [
+            Scaling(each, launcher, run_dir=run_dir, tell=tell) for each in (attempts,) if each
+        ]
 
     def add(self, task: Task, command: ProcessCommand) -> None:
         """How to start an engine, from now on."""
@@ -77,7 +79,8 @@ class Restarts:
             is_reported = facts is not None or not engines
             if is_reported and not self._has_served(name, facts) and (code or 0) > 0:
                 # It would fail again: once more at most, and only if another one works meanwhile.
-                limit = min(limit, 1) if any(self._lives(each) for each in others) else 0
+                another_works = any(self._lives(each) for each in others)
+                limit = min(limit, 1) if another_works else 0
             how = f"{name} {'answers nothing' if code is None else ending(code)}"
             if self._used[name] < limit:
                 self._used[name] += 1
@@ -107,7 +110,7 @@ class Restarts:
         if self._attempts is None or not moves or not self._launcher.is_remote:
             return self._launcher.start(task, command)
         if not isinstance(process, Placing):
-            return Placing(self._launcher, self._run_dir, task, self._tell)
+            return Placing(self._launcher, self._run_dir, task=task, tell=self._tell)
         if process.problem is not None:
             self._tell(f"{task.name}: {process.problem}; asking again in {REPLACE_SECONDS:.0f} s")
             return Pause(process, self._clock() + REPLACE_SECONDS)
@@ -115,7 +118,8 @@ class Restarts:
         return process if process.place is None else self._attempts.join(task, process.place)
 
     def _facts(self) -> Mapping[str, EngineFacts]:
-        """Of the engines of the policy. One that serves a newer version may be restarted anew."""
+        """The facts of the policy's engines. An engine that serves a newer version gets its
+        restarts back."""
         report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
         engines = {} if report is None else report.facts.engines
         for name, facts in engines.items():

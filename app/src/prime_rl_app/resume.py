@@ -19,13 +19,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
-
-import msgspec
+from typing import Any, TypedDict, cast
 
 from prime_rl.config.removed import without_removed
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError, NoCheckpoint
+from prime_rl.errors import ConfigError, NoCheckpoint, RunError
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.registry.manager import installed_versions
 from prime_rl.registry.offers import TUNING, settings_of
@@ -33,7 +31,7 @@ from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
-from prime_rl.rundir.rows import parse_row, whole_lines
+from prime_rl.rundir.rows import parse_row, read_table, whole_lines
 from prime_rl.rundir.status import replace_text
 
 LATEST = "latest"
@@ -41,7 +39,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResumePlan:
     """The checkpoint to resume from, chosen before any file changes."""
 
     checkpoint: Checkpoint | None
@@ -54,11 +52,13 @@ class Plan:
     """The run is done: there is nothing left to do."""
 
 
-def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: OptimizerMaker) -> Plan:
+def plan(
+    config: RunConfig, what: str, tuning: Tuning | None, optimizer: OptimizerMaker
+) -> ResumePlan:
     """Find the checkpoint and compare it with the config, its tuning and its optimizer. ``auto`` is
-    ``latest``, or the start of the run if there is no checkpoint. After the last step what is
-    missing is done: export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the
-    config does not fit the checkpoint or the run is over."""
+    ``latest``, or the start of the run if there is no checkpoint. A finished run is completed:
+    export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the config does not
+    fit the checkpoint or the run is over."""
     try:
         checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
     except NoCheckpoint:
@@ -66,7 +66,7 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: Optimiz
         with held(begun) if begun else nullcontext():  # if it runs, that is the reason
             if what != AUTO:
                 raise
-        return Plan(None, begun, ["no checkpoint: from the start"])
+        return ResumePlan(None, begun, ["no checkpoint: from the start"])
 
     is_over = run_dir is None or Supervisor.has_done(run_dir)
     if checkpoint.step > config.max_steps or (checkpoint.step == config.max_steps and is_over):
@@ -75,25 +75,25 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None, optimizer: Optimiz
             f"{config.max_steps}: nothing is left to train. Raise max_steps."
         )
         if what == AUTO:
-            return Plan(checkpoint, run_dir, [over], is_over=True)
+            return ResumePlan(checkpoint, run_dir, [over], is_over=True)
         raise ConfigError(f"--resume: {over}")
 
     try:
-        progress = json.loads(checkpoint.progress.read_text())
-        msgspec.convert(progress, _Progress)
-        before = without_removed(progress["config"])
-        plugins = progress["plugins"]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
+        progress: _Progress = read_table(checkpoint.progress, _Progress)
+        before = without_removed(cast("dict[str, Any]", progress["config"]))
+    except (OSError, RunError) as error:
+        raise ConfigError(f"--resume: {error}") from error
 
     now = config.model_dump(mode="json")
     check_model(before.get("model", {}), now["model"], checkpoint.weights)
     check_tuning(before, tuning, checkpoint)
     check_optimizer(before, optimizer, checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
-    drift = config_drift(before, now) + version_drift(plugins, installed_versions())
+    drift = config_drift(before, now) + version_drift(progress["plugins"], installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
-    return Plan(checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift])
+    return ResumePlan(
+        checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift]
+    )
 
 
 class _Tables(TypedDict, total=False):
@@ -109,7 +109,7 @@ class _Progress(TypedDict):
 
 
 @contextmanager
-def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint | None]]:
+def begin(config: RunConfig, chosen: ResumePlan) -> Iterator[tuple[Path, Checkpoint | None]]:
     """Lock the run directory and prepare it for the next attempt; processes that a dead supervisor
     has left are ended. Raises ``RunHeld``, or ``ConfigError`` if a file cannot be written."""
     if chosen.run_dir is None:
@@ -158,24 +158,31 @@ def newest(run_dir: Path, only: int | None = None) -> tuple[Checkpoint | None, l
     """The newest checkpoint of a run whose files are as they were written, None if there is none,
     and what is wrong with newer ones. ``only``: the step that it must be of."""
     damaged: list[str] = []
-    for step in reversed([n for n in whole_steps(run_dir) if only in (None, n)]):
+    steps = [step for step in whole_steps(run_dir) if only in (None, step)]
+    for step in reversed(steps):
+        checkpoint = finished(run_dir, step)
         try:
-            (found := finished(run_dir, step)).verify()
-            return found, damaged
+            checkpoint.verify()
         except ConfigError as error:
             damaged.append(str(error))
+            continue
+        return checkpoint, damaged
+
     return None, damaged
 
 
 def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | None]:
-    numbered = directory.name.removeprefix("step_").isdecimal()
-    if not numbered or not (found := Checkpoint(directory.resolve())).is_whole:
+    checkpoint = Checkpoint(directory.resolve())
+    is_numbered = directory.name.removeprefix("step_").isdecimal()
+    if not is_numbered or not checkpoint.is_whole:
         raise ConfigError(
             f"--resume {directory}: expected 'latest', a step, or the folder of a whole "
             "checkpoint: RUN/checkpoints/step_N"
         )
     named = config.run.name and (Path(config.output_dir) / config.run.name).resolve()
-    return found, found.run_dir if found.run_dir == named else None
+    if checkpoint.run_dir != named:  # a new run, from a copy
+        return checkpoint, None
+    return checkpoint, checkpoint.run_dir
 
 
 def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
@@ -186,7 +193,8 @@ def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "eval_rollouts", "token_exports"):
         _remove_steps(run_dir / folder, after=step)
-    for folder in ("rollouts_wire", "averages"):  # the trainer has its average in its checkpoint
+    # The trainer has its average and its reference in its checkpoint.
+    for folder in ("rollouts_wire", "averages", "references"):
         _remove_steps(run_dir / folder, after=-1)
     for path in (run_dir / "status").glob("*.json"):
         if path.stem not in ("supervisor", *kept):
@@ -199,7 +207,7 @@ def _cut(path: Path, step: int) -> None:
         return
     kept = []
     for line in whole_lines(path.read_bytes()):
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             if parse_row(line)["step"] <= step:
                 kept.append(line + b"\n")
     replace_text(path, b"".join(kept).decode(errors="replace"))
@@ -223,7 +231,8 @@ def _abandon(run_dir: Path, step: int) -> None:
         aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
         aside.mkdir()
         for each in later:
-            (path := finished(run_dir, each).directory).rename(aside / path.name)
+            path = finished(run_dir, each).directory
+            path.rename(aside / path.name)
 
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -232,7 +241,7 @@ NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """One line per distribution whose version has changed."""
-    return [f"plugin {line}" for line in _changes(before, now, "not installed", str)]
+    return [f"plugin {line}" for line in _changes(before, now, absent="not installed", show=str)]
 
 
 def config_drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -279,7 +288,8 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
             "checkpoint's. Set it back, or start a new run."
         )
 
-    if changed and (different := config_drift(_model_config(weights) or {}, ours)):
+    different = config_drift(_model_config(weights) or {}, ours) if changed else []
+    if different:
         raise ConfigError(
             f"--resume: the checkpoint's weights cannot be those of model {now.get('name')!r}: "
             f"{'; '.join(different[:5])}. Name the model that the checkpoint is of."
@@ -300,7 +310,7 @@ def check_tuning(before: Mapping[str, Any], tuning: Tuning | None, checkpoint: C
         changed = [f"all weights then, an adapter now: [trainer.{tuning.name}]"]
     else:
         key = f"trainer.{tuning.name}"
-        theirs = settings_of(type(tuning), TUNING, table, f"--resume: {key} then")
+        theirs = settings_of(type(tuning), TUNING, settings=table, where=f"--resume: {key} then")
         sides = ({key: each.model_dump(mode="json")} for each in (theirs, tuning.config))
         changed = config_drift(*sides)
 
@@ -319,8 +329,8 @@ def check_optimizer(
     table = before.get("trainer", {}).get("optim") or {"type": "adamw"}
     if optimizer.resumes(table):
         return
-    given = optimizer.config.model_dump(exclude_defaults=True).items()
-    ours = optimizer.name + "".join(f", {key} = {value}" for key, value in given)
+    settings = optimizer.config.model_dump(exclude_defaults=True).items()
+    ours = optimizer.name + "".join(f", {key} = {value}" for key, value in settings)
     way = "" if checkpoint.is_adapter else f' from its weights: model.name = "{checkpoint.weights}"'
     raise ConfigError(
         f"--resume: the checkpoint has the state of {table['type']}, and [trainer.optim] says "
@@ -330,7 +340,7 @@ def check_optimizer(
 
 def _model_config(folder: Path) -> dict[str, Any] | None:
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError):
+        config = read_table(folder / "config.json")
+    except (OSError, RunError):
         return None
     return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
+from prime_rl.rundir.directory import read_config
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import process_name, replace_text
 from prime_rl_app.attempts import Attempts
 from prime_rl_app.children import Pause
@@ -40,11 +41,10 @@ class Wish(msgspec.Struct, frozen=True):
     def read(cls, run_dir: Path) -> Wish | None:
         """None: none was made. Raises ``RunError`` if the file is damaged."""
         try:
-            return msgspec.json.decode((run_dir / SCALE).read_bytes(), type=cls)
+            wish: Wish = read_table(run_dir / SCALE, cls)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"{run_dir / SCALE} cannot be read: {error}") from error
+        return wish
 
 
 class Placing(Pause):
@@ -124,7 +124,7 @@ class Scaling:
         wanted = len(engines) if wish.replicas is None else wish.replicas
         if len(engines) < wanted:
             task = another_engine(attempts, self._launcher)
-            self._next = Placing(self._launcher, self._run_dir, task, self._tell)
+            self._next = Placing(self._launcher, self._run_dir, task=task, tell=self._tell)
         elif len(engines) > wanted:
             name = engines[-1].name
             attempts.engines = engines[:-1]
@@ -159,7 +159,7 @@ def another_engine(attempts: Attempts, launcher: Launcher) -> Task:
 
 def check_wish(run_dir: Path, wish: Wish) -> None:
     """Raises ``ConfigError`` for a wish that this run cannot meet."""
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+    config = read_config(run_dir)
     elsewhere = config.inference.base_url is not None
     if (wish.replicas is None) == (wish.base_url is None):
         raise ConfigError("give a number of engines, or --base-url: `prime-rl scale RUN 3`")

@@ -61,10 +61,10 @@ def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None)
             with first_signal_asks() as asked:
                 while True:
                     first_step = 1 if checkpoint is None else checkpoint.step + 1
-                    stop = Stop(view.run_dir, first_step, asked, view.print)
+                    stop = Stop(view.run_dir, first_step, asked=asked, tell=view.print)
                     look = recovery.watch()
                     try:
-                        _watch(attempts.processes, view, stop, look, tend)
+                        _watch(attempts.processes, view, stop=stop, look=look, restart=tend)
                         break
                     except ProcessFailed as failure:
                         if stop.is_asked:
@@ -76,7 +76,7 @@ def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None)
             if stopped:
                 if stop.is_asked:
                     raise stopped
-                view.print((view.run_dir / STOP).read_text())  # the run ended itself: [stop]
+                view.print((view.run_dir / STOP).read_text("utf-8"))  # the run ended itself: [stop]
         finally:
             with children.uninterrupted():
                 _end(launcher, attempts.processes)
@@ -85,7 +85,7 @@ def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None)
 
 
 class Guard:
-    """Has the process that ends what outlives us run as long as we do."""
+    """Keeps a process running that ends our children if they outlive us."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -102,7 +102,7 @@ class Guard:
         run_dir = self._view.run_dir
         command = [*PYTHON, "prime_rl.rundir.attempts", str(run_dir)]
         named = {PROCESS: f"{newest_attempt(run_dir)}:{GUARD}:{run_dir.resolve()}"}
-        return children.start(GUARD, command, named, Path(os.devnull))
+        return children.start(GUARD, command, env=named, log=Path(os.devnull))
 
 
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
@@ -135,9 +135,9 @@ def _watch(
     deadline = 0.0
     while any(each.exit_code is None for each in awaited):
         stopping = stop is not None and stop.is_asked
-        found = look(processes)
-        if found:
-            process, why = found
+        finding = look(processes)
+        if finding:
+            process, why = finding
             if isinstance(process, Child):
                 process.kill()
             if not is_of("inference", process):
@@ -148,7 +148,8 @@ def _watch(
         for process in awaited if stopping else processes:
             _check_alive(process, view.run_dir)
         if orchestrator.exit_code == 0:
-            if stop is not None and (stopped := stop.result) and not stopped.trained:
+            stopped = None if stop is None else stop.result
+            if stopped and not stopped.trained:
                 return
             newest = last_beat(view.run_dir / "status" / "trainer.json")
             if newest != beat or not deadline:

@@ -6,9 +6,12 @@ from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 
 if _typing.TYPE_CHECKING:
+    from prime_rl.config.base import Removed
     from prime_rl.config.contract import FrozenModel
     from prime_rl.errors import (
+        BranchFailed,
         ConfigError,
+        ConfigWarning,
         EngineError,
         EngineGone,
         OverlongError,
@@ -16,10 +19,18 @@ if _typing.TYPE_CHECKING:
         PrimeRLError,
         RunError,
         StreamError,
+        VersionGone,
         WeightsError,
         WireError,
     )
-    from prime_rl.plugins.algorithm import Algorithm, Completion, Filter, Host, ReferenceModel
+    from prime_rl.plugins.algorithm import (
+        Algorithm,
+        Completion,
+        Filter,
+        Host,
+        LiveSampling,
+        ReferenceModel,
+    )
     from prime_rl.plugins.base import PluginConfig
     from prime_rl.plugins.hookspecs import hookimpl
     from prime_rl.plugins.launchers import (
@@ -33,10 +44,25 @@ if _typing.TYPE_CHECKING:
         ProcessCommand,
         Task,
     )
-    from prime_rl.plugins.loss import Head, HeadInputs, Loss, LossInputs, LossOutputs, TokenMetric
+    from prime_rl.plugins.loss import (
+        Head,
+        HeadInputs,
+        Loss,
+        LossInputs,
+        LossOutputs,
+        Stateful,
+        TokenMetric,
+    )
     from prime_rl.plugins.model import ChatTemplate, ModelMaker, RendererOffer
-    from prime_rl.plugins.observer import Monitor, Observer, ObserverHost
-    from prime_rl.plugins.sampler import RolloutPlan, SampledEnv, Sampler, Source, SourceRequest
+    from prime_rl.plugins.observer import Monitor, Observer, ObserverHost, RunObserver
+    from prime_rl.plugins.sampler import (
+        GroupProgress,
+        RolloutPlan,
+        SampledEnv,
+        Sampler,
+        Source,
+        SourceRequest,
+    )
     from prime_rl.plugins.trainer import (
         AdamWConfig,
         Kernel,
@@ -61,7 +87,7 @@ if _typing.TYPE_CHECKING:
     from prime_rl.registry.checks import CONTRACT_VERSION
     from prime_rl.registry.import_path import import_function
     from prime_rl.rewards import at_least, is_negligible, settled
-    from prime_rl.rollout import ROLES, Group, Rollout, Sample, Turn
+    from prime_rl.rollout import ROLES, Group, Prefix, Rollout, Sample, Turn
     from prime_rl.streams import LossComponent
 
     train: _typing.Callable[..., _typing.Any]
@@ -69,7 +95,10 @@ if _typing.TYPE_CHECKING:
 
 _MODULES = {
     "FrozenModel": "prime_rl.config.contract",
+    "BranchFailed": "prime_rl.errors",
+    "VersionGone": "prime_rl.errors",
     "ConfigError": "prime_rl.errors",
+    "ConfigWarning": "prime_rl.errors",
     "EngineError": "prime_rl.errors",
     "EngineGone": "prime_rl.errors",
     "OverlongError": "prime_rl.errors",
@@ -83,6 +112,7 @@ _MODULES = {
     "Completion": "prime_rl.plugins.algorithm",
     "Filter": "prime_rl.plugins.algorithm",
     "Host": "prime_rl.plugins.algorithm",
+    "LiveSampling": "prime_rl.plugins.algorithm",
     "ReferenceModel": "prime_rl.plugins.algorithm",
     "PluginConfig": "prime_rl.plugins.base",
     "hookimpl": "prime_rl.plugins.hookspecs",
@@ -100,13 +130,17 @@ _MODULES = {
     "Loss": "prime_rl.plugins.loss",
     "LossInputs": "prime_rl.plugins.loss",
     "LossOutputs": "prime_rl.plugins.loss",
+    "Stateful": "prime_rl.plugins.loss",
     "TokenMetric": "prime_rl.plugins.loss",
     "ChatTemplate": "prime_rl.plugins.model",
     "ModelMaker": "prime_rl.plugins.model",
+    "Removed": "prime_rl.config.base",
     "RendererOffer": "prime_rl.plugins.model",
     "Monitor": "prime_rl.plugins.observer",
     "Observer": "prime_rl.plugins.observer",
+    "RunObserver": "prime_rl.plugins.observer",
     "ObserverHost": "prime_rl.plugins.observer",
+    "GroupProgress": "prime_rl.plugins.sampler",
     "RolloutPlan": "prime_rl.plugins.sampler",
     "SampledEnv": "prime_rl.plugins.sampler",
     "Sampler": "prime_rl.plugins.sampler",
@@ -136,6 +170,7 @@ _MODULES = {
     "import_function": "prime_rl.registry.import_path",
     "Group": "prime_rl.rollout",
     "ROLES": "prime_rl.rollout",
+    "Prefix": "prime_rl.rollout",
     "Rollout": "prime_rl.rollout",
     "Sample": "prime_rl.rollout",
     "Turn": "prime_rl.rollout",
@@ -148,9 +183,11 @@ __all__ = [
     "ROLES",
     "AdamWConfig",
     "Algorithm",
+    "BranchFailed",
     "ChatTemplate",
     "Completion",
     "ConfigError",
+    "ConfigWarning",
     "Engine",
     "EngineCommand",
     "EngineError",
@@ -159,12 +196,14 @@ __all__ = [
     "Filter",
     "FrozenModel",
     "Group",
+    "GroupProgress",
     "Head",
     "HeadInputs",
     "Header",
     "Host",
     "Kernel",
     "Launcher",
+    "LiveSampling",
     "Loss",
     "LossCall",
     "LossComponent",
@@ -180,22 +219,26 @@ __all__ = [
     "Place",
     "PluginConfig",
     "PluginError",
+    "Prefix",
     "PrimeRLError",
     "Process",
     "ProcessCommand",
     "ReceivingEngine",
     "ReferenceModel",
+    "Removed",
     "RendererOffer",
     "Rollout",
     "RolloutPlan",
     "RowView",
     "RunError",
+    "RunObserver",
     "RunView",
     "Sample",
     "SampledEnv",
     "Sampler",
     "Source",
     "SourceRequest",
+    "Stateful",
     "StreamError",
     "Task",
     "TensorInfo",
@@ -204,6 +247,7 @@ __all__ = [
     "TrainerView",
     "Tuning",
     "Turn",
+    "VersionGone",
     "WeightDelivery",
     "WeightSender",
     "WeightTransport",

@@ -23,6 +23,14 @@ class ConfigError(PrimeRLError, ValueError):
     """A setting cannot work."""
 
 
+class ConfigWarning(UserWarning):
+    """A setting works, and is probably not what its author wants. Any check of a config may warn
+    instead of raising: ``warnings.warn(text, ConfigWarning)``. ``prime-rl`` shows the text."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
 class RunHeld(ConfigError):
     """Another supervisor runs this run."""
 
@@ -55,6 +63,15 @@ class OverlongError(EngineError):
     """A sequence is longer than the engine's limit."""
 
 
+class BranchFailed(PrimeRLError):
+    """The episode of a branch has failed: its environment raised, or went another way than in the
+    rollout that it branches from."""
+
+
+class VersionGone(PrimeRLError):
+    """A version of the policy is asked for that the run does not keep."""
+
+
 class EngineGone(EngineError):
     """The engine does not answer: dead, unreachable, or not started yet."""
 
@@ -71,7 +88,7 @@ class ProcessFailed(RunError):
     """A process that the run needs has died, hangs or is stopped."""
 
     def __init__(self, text: str, name: str, cause: str, reported: bool = False) -> None:
-        """``cause``: in one line. ``reported``: the process itself has said what was wrong."""
+        """``cause``: one line. ``reported``: the process itself has said what was wrong."""
         super().__init__(text)
         self.name = name
         self.cause = cause

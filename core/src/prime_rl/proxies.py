@@ -18,7 +18,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _READ = {*PROXIES, "WS_PROXY", "WSS_PROXY"}
-"""What clients read, in any case: ``All_Proxy`` counts."""
+"""Variables that clients read, in upper or lower case: ``All_Proxy`` counts too."""
 NO_PROXY = "NO_PROXY"
 _PROXY = re.compile(
     r"((?P<scheme>[a-z][a-z0-9]*)://)?([!-.0-?A-Z^-~]*@)?"  # user and password
@@ -37,12 +37,12 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
             del environ[name]
             notices.append(f"{name} is not used: {why}")
 
-    given = environ.get("no_proxy") or environ.get(NO_PROXY) or ""
+    exceptions = environ.get("no_proxy") or environ.get(NO_PROXY) or ""
     has_proxy = any(environ.get(name) for name in names)
-    if not given and not has_proxy:
+    if not exceptions and not has_proxy:
         return notices
 
-    entries = [entry.strip() for entry in given.split(",") if entry.strip()]
+    entries = [entry.strip() for entry in exceptions.split(",") if entry.strip()]
     readable = [_readable(entry) for entry in entries]
     for entry, host in zip(entries, readable, strict=True):
         if host is None:

@@ -52,13 +52,13 @@ def _nearest(value: float, tolerance: float, apart: float) -> float | None:
     """The fraction with a small denominator within ``tolerance``. None: there is none.
 
     Two fractions with denominators of at most n are at least 1 / n^2 apart, and n is chosen so that
-    this is ``apart`` tolerances: all that rounding makes of one fraction leads back to it and to no
-    other, and a number with other digits is seldom near one.
+    this is ``apart`` tolerances. So a rounded fraction is near that fraction and no other, and any
+    other number is seldom near one.
     """
     largest = max(int(1 / math.sqrt(apart * tolerance)), 1)
     fraction = Fraction(value).limit_denominator(largest)
-    found = fraction.numerator / fraction.denominator
-    return found if abs(found - value) <= tolerance else None
+    near = fraction.numerator / fraction.denominator
+    return near if abs(near - value) <= tolerance else None
 
 
 def at_least(reward: float, least: float) -> bool:

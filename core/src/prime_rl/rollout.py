@@ -9,7 +9,9 @@ Shapes: T = tokens of one sample, env-provided and sampled ones interleaved;
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -20,6 +22,7 @@ import numpy.typing as npt
 from prime_rl.errors import StreamError
 from prime_rl.rewards import DOUBLE, settled
 from prime_rl.streams import (
+    ROUTES,
     STREAMS,
     WEIGHTS,
     BoolColumn,
@@ -28,6 +31,7 @@ from prime_rl.streams import (
     LossComponent,
     StreamColumn,
     Values,
+    as_credit,
     as_stream,
     can_be_stream,
     split_stream,
@@ -53,7 +57,16 @@ _DTYPES = {
     "is_repeat": np.bool_,
     "node_ids": np.int32,
     **dict.fromkeys(STREAMS, np.float32),
+    ROUTES: None,
 }
+CALLER: ContextVar[Any] = ContextVar("caller", default=None)
+"""The call of a plugin's hook in which this code runs, with its ``ended``. Set by core; tasks and
+``asyncio.to_thread`` inherit it."""
+
+LATE: list[tuple[StreamError, Any]] = []
+"""Refused writes of code that a hook has left behind, and its call if known: nothing awaits that
+code, so core raises them (``scoring.raise_late``)."""
+
 COLUMNS = tuple(_DTYPES)
 """The per-token columns that are attributes of a sample; ``streams`` holds further ones."""
 
@@ -86,19 +99,25 @@ class Sample:
     ce_weights: FloatColumn | None = None
     ref_kl_weights: FloatColumn | None = None
     ref_logprobs: FloatColumn | None = None
+    routed_experts: StreamColumn | None = None
+    """[T, layers, k] uint8 or uint16: the experts by which the sampler computed each token. None:
+    its engine did not record them."""
 
     streams: dict[str, StreamColumn] = field(default_factory=dict)
     """Further streams by name, [T] or [T, k], float32 or int32. ``rollout.assign_stream`` writes
     them."""
+    owner: int | None = field(default=None, init=False, repr=False)
+    """``id()`` of the rollout that has it. Written by core: a sample belongs to one rollout."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
             column = getattr(self, name)
             if column is not None:
-                setattr(self, name, np.asarray(column, dtype))
+                setattr(self, name, np.asarray(column, dtype))  # None: the dtype that it has
 
         for name, column in self.columns.items():
-            if column.shape[: column.ndim if name in _DTYPES else 1] != self.token_ids.shape:
+            num_dims = column.ndim if _DTYPES.get(name) is not None else 1
+            if column.shape[:num_dims] != self.token_ids.shape:
                 raise StreamError(
                     f"sample: column {name!r} must align with token_ids: "
                     f"got shape {column.shape}, expected {self.token_ids.shape}"
@@ -158,7 +177,18 @@ class Turn:
     end: int
     role: str | None
     reward: float | None
-    """Of this turn alone. None: the env gave none."""
+    """The reward of this turn alone. None: the env gave none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prefix:
+    """A rollout up to a token: where a branch begins (``Host.rollout``)."""
+
+    rollout: Rollout
+    sample: int
+    """The number of the sample that it is a part of."""
+    end: int | None
+    """Tokens of that sample. None: all."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -174,6 +204,9 @@ class Rollout:
     samples: list[Sample]
     rewards: dict[str, float] = field(default_factory=dict)
     """The env's named reward terms, each before its weight."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """The weight of each term of ``rewards``: without a plugin's change, ``reward`` is the sum of
+    ``rewards[name] * reward_weights[name]``. Empty: a source gave none."""
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     num_turns: int = 1
@@ -189,7 +222,9 @@ class Rollout:
     """The fields of the example, ``prompt`` among them."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation, as ``{"role": ..., "content": text}``; calls of tools are in
-    ``tool_calls``. Of several branches, the last one."""
+    ``tool_calls``, thoughts in ``reasoning_content``. Of several branches, the last one."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools that this conversation's prompt tells of, in OpenAI's form."""
     source: str = "policy"
     """Its origin: ``policy``, ``frozen``, or the type of a source."""
     has_logprobs: bool = True
@@ -197,8 +232,8 @@ class Rollout:
     trace: Any = None
     """The env framework's own record (a ``verifiers`` trace)."""
     place: tuple[int, int, int, int] | None = None
-    """When it was scored: the attempt at the run, the group in it, the member of that, and the
-    group's size. Written by core, so that saved rollouts are scored again in the same order."""
+    """When it was scored: the attempt at the run, the group in it, the member of that, and how many
+    members were scored. Written by core: saved rollouts are scored again in the same order."""
     given: dict[str, Any] | None = None
     """``reward``, ``rewards``, ``metrics`` and ``info`` before a plugin changed them, for scoring a
     saved rollout again. Written by core; None: unchanged."""
@@ -208,6 +243,10 @@ class Rollout:
     assigned: set[str] = field(default_factory=set)
     """Weight streams an algorithm wrote itself: stamping keeps them."""
     frozen: bool = False
+    open: bool = field(default=True, init=False, repr=False)
+    """Whether its streams may be written now. Written by core: False between its hooks."""
+    opened_by: int | None = field(default=None, init=False, repr=False)
+    """The thread whose hooks may write its streams now. None: any. Written by core."""
 
     def settle(self) -> None:
         """Undo the rounding of the reward (``rewards.settled``): equal rewards compare equal."""
@@ -270,7 +309,7 @@ class Rollout:
     def turns(self) -> list[Turn]:
         """Every message, the env's too, in order of time; a repeated one is in its first sample
         only. Without ``node_ids``, a turn ends where the role changes, and counts as its number."""
-        found: list[tuple[int, Turn]] = []
+        turns: list[tuple[int, Turn]] = []
         for index, sample in enumerate(self.samples):
             ids = sample.node_ids
             repeats = sample.is_repeat
@@ -279,12 +318,44 @@ class Rollout:
             cuts = [0, *(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(sample)]
             for start, end in pairwise(cuts):
                 if repeats is None or not repeats[start]:
-                    node = len(found) if ids is None else int(ids[start])
+                    node = len(turns) if ids is None else int(ids[start])
                     role = ROLES[roles[start]] if roles is not None and roles[start] >= 0 else None
                     reward = self.info.get(TURN_REWARDS, {}).get(str(node))
-                    found.append((node, Turn(index, start, end, role, reward)))
+                    turns.append((node, Turn(index, start, end, role, reward)))
 
-        return [turn for _, turn in sorted(found, key=lambda each: each[0])]
+        return [turn for _, turn in sorted(turns, key=lambda each: each[0])]
+
+    def prefix(self, end: int, sample: int = 0) -> Prefix:
+        """The first ``end`` tokens of a sample; inside a reply, its first tokens are a part of it.
+        Raises ``StreamError`` beyond its end."""
+        if not (0 <= sample < len(self.samples) and 0 <= end <= len(self.samples[sample])):
+            lengths = [len(each) for each in self.samples]
+            raise StreamError(
+                f"{self._where('prefix')}: {end} tokens of sample {sample}; the samples have "
+                f"{lengths} tokens"
+            )
+        return Prefix(rollout=self, sample=sample, end=end)
+
+    def before(self, turn: Turn) -> Prefix:
+        """All that comes before a message."""
+        return self.prefix(turn.start, turn.sample)
+
+    def adopt(self, branch: Rollout) -> list[Sample]:
+        """Append the samples of a branch of this rollout, to train with its own. Returns them. What
+        they share with the samples before is no part of what trains, and its messages have the same
+        numbers; new messages are numbered behind all others."""
+        columns = [s.node_ids for s in self.samples if s.node_ids is not None]
+        behind = 1 + max((int(column.max()) for column in columns if len(column)), default=-1)
+        for sample in branch.samples:
+            if sample.node_ids is not None:
+                old = (
+                    np.zeros(len(sample), np.bool_)
+                    if sample.is_repeat is None
+                    else sample.is_repeat
+                )
+                sample.node_ids = np.where(old, sample.node_ids, sample.node_ids + behind)
+            self.samples.append(sample)
+        return branch.samples
 
     @property
     def sampled_paths(self) -> list[tuple[BoolColumn, FloatColumn]]:
@@ -304,9 +375,9 @@ class Rollout:
 
     @property
     def has_credit(self) -> bool:
-        """Whether any advantage is more than what rounding leaves of a reward minus its like: a
-        mean of equal rewards may differ from them in the last bits. An algorithm that divides by
-        their deviation makes credit of about 1 of rewards of any size, so that much is no rounding.
+        """Whether any advantage is larger than a rounding error. The mean of equal rewards may
+        differ from them in the last bits, so their advantages may be tiny and not zero. Advantages
+        of about 1 are never taken for rounding: an algorithm may divide by a small deviation.
         """
         advantages = self.advantages
         rounding = min(DOUBLE * abs(self.reward), LARGEST_ROUNDING)
@@ -338,12 +409,20 @@ class Rollout:
         Integers are kept as int32, anything else as float32. Values of shape [C, k] or [N, k] give
         each token a row of k. Raises ``StreamError`` also for a name that core uses itself.
         """
+        if name == "ref_logprobs":
+            self._write(name, values)
+            return
+        if name in STREAMS and not name.endswith(WEIGHTS):
+            raise StreamError(
+                f"{self._where(repr(name))}: this stream has a method of its own, which checks it. "
+                f"Use assign_{name}."
+            )
         if not can_be_stream(name):
             raise StreamError(
                 f"{self._where(repr(name))}: no stream can have this name. Choose another one, or "
                 "use assign_weights for the weights of a component."
             )
-        self._write(name, values, off_mask_must_be_zero=name == "advantages")
+        self._write(name, values)
 
     def cut(self, limit: int) -> int:
         """Cut the samples to ``limit`` tokens each, before anything scores them: credit may stand
@@ -358,8 +437,8 @@ class Rollout:
         return num_longer
 
     def _keep_turn_rewards(self) -> None:
-        """After a cut: what turns that are gone have earned goes to the last turn that is left, as
-        the rollout's reward does."""
+        """After a cut, the rewards of the removed turns go to the last remaining turn, as the
+        rollout's reward does."""
         columns = [s.node_ids[s.loss_mask] for s in self.samples if s.node_ids is not None]
         left = {str(node) for column in columns for node in np.unique(column)}
         rewards = self.info.get(TURN_REWARDS, {})
@@ -382,23 +461,18 @@ class Rollout:
     ) -> None:
         """Raises ``StreamError`` if the rollout is frozen or the values do not fit."""
         where = self._where(name)
-        if self.frozen:
-            raise StreamError(
-                f"{where} are frozen: the rollout is stamped. Assign credit in score_rollout or "
-                "score_group."
-            )
-
+        self._check_open(where)
         masks = [sample.loss_mask for sample in self.samples]
         try:
-            found = as_stream(values)
-            own = name in STREAMS or name.endswith(WEIGHTS)
-            if own:
-                found = found.astype(np.float32)
-            columns = split_stream(found, masks, max_dims=1 if own else 2)
+            is_core = name in STREAMS or name.endswith(WEIGHTS)
+            if not name.endswith(WEIGHTS) and is_core and np.asarray(values).dtype.kind == "b":
+                raise ValueError("got bool, expected numbers. Write 1.0 and 0.0 if that is meant")
+            column = as_credit(values) if is_core else as_stream(values)
+            columns = split_stream(column, masks, max_dims=1 if is_core else 2)
         except ValueError as error:
             raise StreamError(f"{where}: {error}") from error
 
-        if off_mask_must_be_zero and found.ndim:
+        if off_mask_must_be_zero and column.ndim:
             off = sum(int((c[~m] != 0).sum()) for c, m in zip(columns, masks, strict=True))
             if off:
                 raise StreamError(
@@ -408,6 +482,44 @@ class Rollout:
 
         for sample, column in zip(self.samples, columns, strict=True):
             sample.set_stream(name, column)
+
+    def _check_open(self, where: str) -> None:
+        """Raises ``StreamError`` unless a hook may write now."""
+        call = CALLER.get()
+        has_ended = call is not None and call.ended
+        may_write = self.open and not self.frozen and not has_ended
+        is_foreign = call is None and self.opened_by not in (None, threading.get_ident())
+        if may_write and not is_foreign:
+            if call is not None:
+                call.wrote()
+            return
+
+        # Whether a hook waits for such a thread cannot be seen, and neither which hook started it.
+        if may_write:
+            error = StreamError(
+                f"{where} were written in a thread that no hook is known to wait for "
+                "(run_in_executor, threading.Thread, an executor). Core cannot see whether one "
+                "does, and without it what trains depends on timing. Return the values and assign "
+                "them in the hook, or call await asyncio.to_thread(...) there."
+            )
+            LATE.append((error, None))
+            raise error
+
+        # A hook that writes frozen streams raises. What it has left behind would raise unseen.
+        if not self.open or has_ended:
+            error = StreamError(
+                f"{where} were written outside of a scoring hook: by a task, a thread or a "
+                "callback that one has left behind, or by a plugin that only observes. What trains "
+                "would depend on timing. Await the work inside the hook (await, asyncio.gather, "
+                "asyncio.TaskGroup)."
+            )
+            LATE.append((error, call))
+            raise error
+
+        raise StreamError(
+            f"{where} are frozen: the rollout is stamped. Assign credit in score_rollout or "
+            "score_group."
+        )
 
     def _where(self, name: str) -> str:
         return f"env {self.env!r}, group {self.group_id}: {name}"
@@ -426,5 +538,12 @@ class Batch:
     """What trains."""
     seen: list[Rollout] = field(default_factory=list)
     """What trains and what was dropped, in the order of the decisions."""
+    measured: list[Rollout] = field(default_factory=list)
+    """Stamped rollouts whose loss the trainer measures after the step, without training them."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """The reason by ``id()`` of the rollout: the slot that objected, or one of the words above."""
+    """How each dropped rollout ended, by its ``id()``: ``stale``, ``sampler`` (which rejected it),
+    ``left out by its algorithm``, or the slot whose filters objected, ``pre_batch_filters`` or
+    ``post_batch_filters``."""
+    objections: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Why, by ``id()`` of the rollout: what each filter said that dropped it, by the filter's name;
+    what the sampler said, as ``sampler``. None for a rollout that is stale or left out."""

@@ -29,3 +29,11 @@ def moved(module: str, names: Mapping[str, str], hint: str = "") -> Callable[[st
         return getattr(import_module(names[name]), name)
 
     return find
+
+
+def missing(module: str, hint: str) -> ModuleNotFoundError:
+    """The error of a module of upstream without a counterpart. The module raises it when it is
+    imported, because the import of a module below it runs nothing else."""
+    return ModuleNotFoundError(
+        f"{module} is a module of upstream prime-rl, and is not here. {hint}", name=module
+    )

@@ -15,9 +15,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from prime_rl.entries import DISABLE
+from prime_rl.errors import ConfigError
 from prime_rl.rundir.attempts import PROCESS
+
+if TYPE_CHECKING:
+    from prime_rl.config.contract import FrozenModel
 
 PROGRAMS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+|"
@@ -31,7 +36,7 @@ PROGRAMS = re.compile(
 adds others by name."""
 
 DEVICES = ("CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES", DISABLE)
-"""Variables without a secret that rollouts' programs do not get, and workers do."""
+"""Variables without a secret that workers get and the programs of rollouts do not."""
 
 LIBRARIES = re.compile(
     r"(CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|NCCL|GLOO|UCX|UCC|FI|OMPI|RDMAV|NIXL|HIP|ROCR?|HSA|RCCL|"
@@ -74,3 +79,29 @@ def inherited(
     if more is None:
         return dict(environ)
     return {name: value for name, value in environ.items() if is_public(name) or name in more}
+
+
+def all_headers(headers: Mapping[str, str], from_env: Mapping[str, str]) -> dict[str, str]:
+    """Headers with their values, those of environment variables among them."""
+    return {**headers, **{name: os.environ[variable] for name, variable in from_env.items()}}
+
+
+def check_exported(model: FrozenModel, where: str) -> None:
+    """The variables of a table of the TOML are in the environment. Raises ``ConfigError``."""
+    for variable in model.key_vars:
+        if not os.environ.get(variable):
+            raise ConfigError(
+                f"{where}: api_key_var is {variable!r}, and the environment has no such variable, "
+                "or an empty one. Export it, or leave api_key_var out if the endpoint needs no key."
+            )
+    check_headers(model.headers_from_env, where)
+
+
+def check_headers(from_env: Mapping[str, str], where: str) -> None:
+    """The variables with values of headers are in the environment. Raises ``ConfigError``."""
+    for name, variable in from_env.items():
+        if not os.environ.get(variable):
+            raise ConfigError(
+                f"{where}: headers_from_env has the header {name} from {variable!r}, and the "
+                "environment has no such variable, or an empty one. Export it."
+            )

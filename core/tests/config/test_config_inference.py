@@ -3,10 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from prime_rl import ConfigError
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.run import DeploymentConfig, RunConfig
-from prime_rl_app.resolve import Resolved, check_engine
 
 
 def test_one_url_or_several_with_or_without_v1():
@@ -57,14 +54,12 @@ def test_a_written_config_reads_back(table):
     assert InferenceConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_engines_elsewhere_need_a_key_and_a_gpu_of_their_own(monkeypatch):
-    inference = {"base_url": "http://a:1", "admin_key_var": "ENGINES"}
-    monkeypatch.delenv("ENGINES", raising=False)
-    config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
-    with pytest.raises(ConfigError, match=r"environment variable ENGINES .* is not set"):
-        check_engine(Resolved(config))
-    monkeypatch.setenv("ENGINES", "key")
-    check_engine(Resolved(config))
-    shared = config.model_copy(update={"deployment": DeploymentConfig(colocated=True)})
-    with pytest.raises(ConfigError, match=r"deployment\.colocated .* inference\.base_url"):
-        check_engine(Resolved(shared))
+def test_headers_are_for_engines_that_run_already():
+    url = "http://10.0.0.5:8000/v1"
+    made = InferenceConfig(base_url=url, headers={"X-Team": "a"}, headers_from_env={"X-P": "P"})
+    assert made.headers == {"X-Team": "a"} and made.headers_from_env == {"X-P": "P"}
+    for key, value in (("headers", {"X-Team": "a"}), ("headers_from_env", {"X-P": "P"})):
+        with pytest.raises(ValidationError, match=f"{key} are for engines that are running"):
+            InferenceConfig(**{key: value})
+    with pytest.raises(ValidationError, match="env_vars says how to start an engine"):
+        InferenceConfig(base_url=url, env_vars={"A": "b"})

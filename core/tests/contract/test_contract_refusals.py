@@ -105,7 +105,7 @@ def test_a_generator_that_is_no_wrapper(install, word):
     install(f"@hookimpl\n{word} score_group(group):\n    yield")
     assert refusal() == (
         f"{WHO}: 'score_group' has a 'yield', so its body would never run. A wrapper needs "
-        "@hookimpl(wrapper=True); anything else returns."
+        "@hookimpl(wrapper=True). Any other hook returns its result."
     )
 
 

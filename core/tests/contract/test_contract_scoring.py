@@ -5,10 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from prime_rl import StreamError, hookimpl
-from prime_rl.orchestrator.scoring import score_batch, score_rollout, stamp
+from prime_rl import Algorithm, PluginConfig, PluginError, StreamError, hookimpl
+from prime_rl.orchestrator.scoring import score_batch, score_envs, score_rollout, sharing, stamp
+from prime_rl.registry.calls import fault
 from prime_rl.registry.manager import Hooks
-from prime_rl.testing import make_rollout
+from prime_rl.testing import make_rollout, score
 
 
 def credited(**kwargs):
@@ -295,3 +296,132 @@ def test_a_demonstration_trains_in_ce():
     rollout.has_logprobs, rollout.source = False, "dataset"
     stamp(rollout, "ce")
     assert stream(rollout, "ce_weights") == [0, 1, 1]
+
+
+# -- over several envs ----------------------------------------------------------------------
+
+
+class Envs:
+    """Credit is the number of envs; notes what it was given."""
+
+    def __init__(self, events):
+        self.events = events
+
+    @hookimpl
+    async def score_envs(self, batches):
+        self.events.append({env: [[r.reward for r in g] for g in b] for env, b in batches.items()})
+        await asyncio.sleep(0)
+        for groups in batches.values():
+            for rollout in (rollout for group in groups for rollout in group):
+                rollout.assign_advantages(len(batches))
+
+
+class Doubles:
+    @hookimpl(wrapper=True)
+    def score_envs(self, batches):
+        yield
+        for groups in batches.values():
+            for rollout in (rollout for group in groups for rollout in group):
+                rollout.assign_advantages(rollout.advantages * 2)
+
+
+def test_score_envs_gets_the_groups_of_each_env_that_has_some_and_runs_in_its_wrapper():
+    hooks, events = Hooks(), []
+    hooks.register(Envs(events))
+    assert hooks.scores_batches and hooks.scores_envs  # streams freeze after it
+    hooks.register(Doubles())
+    waiting = {
+        "a": [make_rollout(r, env="a", group_id=g) for r, g in ((1, 3), (2, 3), (3, 7))],
+        "b": [],
+        "c": [make_rollout(4, env="c", group_id=5)],
+    }
+    asyncio.run(score_envs(hooks, waiting))
+    assert events == [{"a": [[1, 2], [3]], "c": [[4]]}]
+    credit = [set(rollout.advantages) for rollouts in waiting.values() for rollout in rollouts]
+    assert credit == [{4.0}] * 4
+
+    asyncio.run(score_envs(hooks, {"a": [], "b": []}))
+    assert len(events) == 1
+
+
+def test_an_error_over_several_envs_names_them():
+    class Fails:
+        name = "fails"
+
+        @hookimpl
+        def score_envs(self, batches):
+            raise KeyError("gone")
+
+    hooks = Hooks()
+    hooks.register(Fails(), "fails")
+    waiting = {env: [make_rollout(1, env=env)] for env in "ab"}
+    with pytest.raises(KeyError) as caught:
+        asyncio.run(score_envs(hooks, waiting))
+    assert "plugin 'fails', score_envs, envs 'a', 'b': KeyError" in fault(caught.value)
+
+
+def test_a_batch_of_several_envs_is_read_only():
+    class Takes:
+        @hookimpl
+        def score_envs(self, batches):
+            batches["a"] = ()
+
+    class Pops:
+        @hookimpl
+        def score_envs(self, batches):
+            batches["a"][0].pop()
+
+    for plugin, error in ((Takes(), TypeError), (Pops(), PluginError)):
+        hooks = Hooks()
+        hooks.register(plugin)
+        with pytest.raises(error):
+            asyncio.run(score_envs(hooks, {"a": [make_rollout(1, env="a")]}))
+
+
+def test_envs_share_a_hook_if_class_and_settings_are_the_same():
+    class Settings(PluginConfig):
+        scale: float = 1.0
+
+    class One(Algorithm):
+        name = "one"
+        config_class = Settings
+
+    class Other(One):
+        name = "other"
+
+    algorithms = {
+        "a": One(Settings()),
+        "b": Other(Settings()),
+        "c": One(Settings(scale=2.0)),
+        "d": One(Settings(scale=1.0)),
+        "e": Other(Settings()),
+    }
+    assert sharing(algorithms) == [["a", "d"], ["b", "e"], ["c"]]
+
+
+@pytest.mark.parametrize("hook", ["score_group", "score_batch", "score_envs"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_hook_that_makes_a_reward_no_finite_number_is_named(hook, value):
+    class Spoils(Algorithm):
+        name = "spoils"
+
+        def spoil(self, called):
+            if called == hook:
+                rollout.reward = value
+
+        @hookimpl
+        def score_group(self, group):
+            self.spoil("score_group")
+
+        @hookimpl
+        def score_batch(self, groups):
+            self.spoil("score_batch")
+
+        @hookimpl
+        def score_envs(self, batches):
+            self.spoil("score_envs")
+
+    rollout = make_rollout(1.0, env="a", group_id=3)
+    with pytest.raises(PluginError, match=f"env 'a', group 3: rollout.reward is {value}") as caught:
+        score(Spoils(PluginConfig()), [rollout])
+    assert f"plugin 'spoils', {hook}" in fault(caught.value)

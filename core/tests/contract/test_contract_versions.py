@@ -6,20 +6,24 @@ A later core is a module of hookspecs put in the place of ours.
 from __future__ import annotations
 
 import inspect
+import tomllib
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import prime_rl
 from prime_rl import CONTRACT_VERSION, Algorithm, PluginConfig, PluginError, hookimpl
+from prime_rl.entries import entries
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import hookspec
 from prime_rl.registry import checks, manager
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
-from prime_rl.testing import check_algorithm, make_group, score
+from prime_rl.testing import make_group, score
 
+ROOT = Path(__file__).parents[3]
 WHO = "plugin 'demo' (demo-plugin 1.2)"
 
 
@@ -66,6 +70,46 @@ def test_an_offered_class_may_ask_for_a_version_too(install):
     )
     with pytest.raises(PluginError, match=r"contract version 7, .* speaks 1 to 2\. Upgrade p"):
         collect(load_plugins(), ALGORITHM)
+
+
+def test_the_distribution_of_the_contract_has_its_number():
+    contract, core = (
+        tomllib.loads((ROOT / name / "pyproject.toml").read_text("utf-8"))["project"]
+        for name in ("contract", "core")
+    )
+    number = contract["version"]
+    assert number.partition(".")[0] == str(CONTRACT_VERSION)
+    assert f"prime-rl-contract>={CONTRACT_VERSION},<{CONTRACT_VERSION + 1}" in core["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("requires", "fits"),
+    [
+        ("prime-rl-contract>=2,<4", True),
+        ("prime-rl-contract<4,>=2", True),
+        ("prime-rl-contract>=3,<5", False),
+        ("prime-rl-contract<2", False),
+        ("prime-rl-contracts>=9", True),
+    ],
+)
+def test_a_distribution_pins_the_contract(install, caplog, requires, fits):
+    pytest.importorskip("packaging")
+    install(requires=requires)
+    load_plugins()
+    said = [line for line in caplog.messages if "it asks for" in line]
+    assert said == [] if fits else f"{WHO}: it asks for {requires}; 2.0 is here." in said[0]
+
+
+def test_the_contract_of_a_plugin_is_what_it_requires_else_what_it_says(install):
+    install("prime_rl_contract = 1", requires="prime-rl-contract<4,>=2")
+    install("prime_rl_contract = 1", plugin="other", distribution="other", version="1")
+    install(plugin="third", distribution="third", version="1")
+    found = {
+        entry.name: manager.contract_of(entry, entry.load())
+        for entry in entries("prime_rl")
+        if entry.name in ("demo", "other", "third")
+    }
+    assert found == {"demo": ">=2,<4", "other": 1, "third": 2}
 
 
 # -- hooks may gain optional arguments -------------------------------------------------------------
@@ -195,12 +239,10 @@ def test_overriding_a_deprecated_method_of_a_base_class_warns(deprecate, install
     ]
 
 
-def test_what_goes_is_there_goes_with_a_later_version_and_we_use_none_of_it():
+def test_what_goes_is_there_and_goes_with_a_later_version():
     assert all(gone_in > CONTRACT_VERSION for _, gone_in in checks.DEPRECATED.values())
     for key in checks.DEPRECATED:
         name, _, part = key.partition(".")
         spec = checks.SPECS.get(name)
         known = inspect.signature(spec).parameters if spec else dir(getattr(prime_rl, name))
         assert not part or part in known, key
-    assert warned(lambda: [load_plugins(group) for group in manager.GROUPS]) == []
-    assert warned(lambda: check_algorithm(Old(PluginConfig()))) == []

@@ -2,11 +2,11 @@
 
 import pytest
 from renderers import Qwen3RendererConfig, config_from_name
+from small_tokenizer import build_tokenizer
 
 from prime_rl import ConfigError
 from prime_rl.env.conversations import Rendering
 from prime_rl.rollout import ROLES
-from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -54,10 +54,14 @@ def test_roles_and_bodies_are_set(folder, tokenizer):
     assert tokenizer.decode(user) == "ab"
 
 
-def test_a_renderer_that_does_not_mark_the_assistants_tokens_is_refused(folder):
+def test_where_a_renderer_marks_no_tokens_a_reply_trains_up_to_the_one_that_ends_it(
+    folder, tokenizer
+):
     rendering = Rendering(folder, config_from_name("default"))
-    with pytest.raises(ConfigError, match="'default' does not mark the assistant's tokens"):
-        rendering.supervised_sample(CHAT)
+    sample = rendering.supervised_sample(CHAT[:2])
+    trained = tokenizer.decode(sample.token_ids[sample.loss_mask])
+    assert trained == CHAT[1]["content"] + "<|im_end|>"
+    assert sample.loss_mask[-1]
 
 
 def test_a_system_message_alone_renders_without_a_generation_prompt(folder, tokenizer):
@@ -119,3 +123,13 @@ def test_a_thought_that_no_rollout_could_sample_is_refused(folder):
     rendering = Rendering(folder, Qwen3RendererConfig(enable_thinking=False))
     with pytest.raises(ConfigError, match="message 1 of a demonstration could not be sampled"):
         rendering.supervised_samples([CHAT[0], CHAT[1] | THOUGHT])
+
+
+@pytest.mark.parametrize("content", ["", "I look it up."])
+def test_calls_that_the_template_leaves_out_are_refused(folder, content):
+    """Else the policy would learn an empty reply where it should call a tool."""
+    rendering = Rendering(folder, config_from_name("default"))
+    chat = [CHAT[0], CALL | {"content": content}]
+    with pytest.raises(ConfigError, match=r"message 1 .* calls tools, and the renderer 'default'"):
+        rendering.supervised_samples(chat, TOOLS)
+    assert rendering.supervised_samples([CHAT[0], CHAT[1] | {"content": content}], TOOLS)

@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import sys
+from types import ModuleType
 
 import pytest
+import verifiers.v1 as vf
+from env_cases import PlainTaskset
 
 from prime_rl import ConfigError
 from prime_rl.env.environment import Environment
@@ -11,15 +15,37 @@ from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import import_verifiers
 
 
-def environment(id, **args):
-    return Environment(
-        EnvSettings(default_harness={"id": "in-process"}, id=id, name="a", args=args)
-    )
+class Seats(vf.EnvConfig):
+    proposer: vf.AgentConfig = vf.AgentConfig()
+    solver: vf.AgentConfig = vf.AgentConfig()
 
 
-def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
+class ProposeSolve(vf.Env[Seats]):
+    """Two agents. Nothing runs them here."""
+
+    async def run(self, task, agents): ...
+
+
+class OneAgent(vf.SingleAgentEnv, vf.Env[vf.SingleAgentEnvConfig]):
+    """The one agent is called ``agent``."""
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def make(*classes, **args):
+        module = ModuleType("seats")
+        module.__all__ = [each.__name__ for each in classes]
+        vars(module).update({each.__name__: each for each in classes})
+        monkeypatch.setitem(sys.modules, "seats", module)
+        harness = {"id": "small-harness"}
+        return Environment(EnvSettings(default_harness=harness, id="seats", name="a", args=args))
+
+    return make
+
+
+def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own(environment):
     with pytest.raises(ConfigError) as caught:
-        environment("reverse-retry", agent={"sampling": {"temperature": 0.2}})
+        environment(PlainTaskset, OneAgent, agent={"sampling": {"temperature": 0.2}})
     assert str(caught.value) == (
         "env 'a': args.agent.sampling: the policy plays this agent, and the trainer has to "
         "reproduce how it is sampled. Set the env's sampling table instead, or give the agent a "
@@ -27,10 +53,10 @@ def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
     )
 
 
-def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
-    assert environment("propose-solve").agents == ("proposer", "solver")
+def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own(environment):
+    assert environment(PlainTaskset, ProposeSolve).agents == ("proposer", "solver")
     fixed = {"model": "other", "sampling": {"temperature": 0.1}}
-    assert environment("propose-solve", solver=fixed).agents == ("proposer",)
+    assert environment(PlainTaskset, ProposeSolve, solver=fixed).agents == ("proposer",)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +64,15 @@ def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
     [
         (
             {"sovler": {"max_turns": 2}},
-            "args.sovler: Extra inputs are not permitted; did you mean 'solver'? The env's agents: "
-            "proposer, solver. (got {'max_turns': 2})",
+            "args.sovler: unknown key; did you mean 'solver'? known here: prompt, "
+            "proposer, solver, system_prompt (agents: proposer, solver)",
         ),
         (
-            {"splitt": "train"},
-            "args.splitt: Extra inputs are not permitted; did you mean 'split'? The env's agents: "
-            "proposer, solver. (got 'train')",
+            {"promt": "ab"},
+            "args.promt: unknown key; did you mean 'prompt'? known here: prompt, "
+            "proposer, solver, system_prompt (agents: proposer, solver)",
         ),
-        ({"solver": {"turns": 2}}, "args.solver.turns: Extra inputs are not permitted (got 2)"),
+        ({"solver": {"turns": 2}}, "args.solver.turns: unknown key (got 2)"),
         (
             {"solver": "strong"},
             "args.solver is one of the env's agents: expected a table such as {max_turns = 2}, got "
@@ -54,13 +80,11 @@ def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
         ),
     ],
 )
-def test_a_wrong_agent_is_an_error_with_the_agents_that_exist(args, says):
+def test_a_wrong_agent_is_an_error_with_the_agents_that_exist(environment, args, says):
     with pytest.raises(ConfigError) as caught:
-        environment("propose-solve", **args)
-    assert (
-        str(caught.value).removeprefix("env 'a': ").removeprefix("args or harness do not fit: ")
-        == says
-    )
+        environment(PlainTaskset, ProposeSolve, **args)
+    said = str(caught.value).removeprefix("env 'a': ").removeprefix("args or harness do not fit: ")
+    assert said == says
 
 
 SECRETS = {
@@ -77,7 +101,7 @@ SECRETS = {
 @pytest.mark.parametrize("method", ["run", "open_process", "run_background"])
 def test_a_program_of_a_rollout_gets_no_key_of_ours(method, tmp_path, monkeypatch):
     """verifiers' own runtime starts the program, in each of its ways."""
-    import_verifiers(EnvSettings(default_harness={}, id="reverse-text", name="a"))
+    import_verifiers(EnvSettings(default_harness={}, id="small-harness", name="a"))
     from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
 
     for name, value in SECRETS.items():

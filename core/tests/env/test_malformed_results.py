@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.env.episode import RolloutResult
+from prime_rl.env.episode import LONGEST_REASON, RolloutResult
 from prime_rl.env.rendering import vocab_size_of
 from prime_rl.env.traces import LARGEST_REWARD, build_rollout, fault_of, results_of
 from prime_rl.errors import StreamError
@@ -236,6 +236,16 @@ def test_a_reason_with_a_lone_surrogate_is_readable():
     assert result.error == "? broke"
 
 
+def test_a_long_reason_keeps_both_of_its_ends():
+    """Each failed rollout logs its reason: a document in it would fill the log."""
+    trace = trace_of()
+    trace.record_error(RuntimeError("begin" + "x" * 200_000 + "end"))
+    (result,) = read(trace)
+    assert len(result.error) < LONGEST_REASON + 100
+    assert result.error.startswith("beginxx") and result.error.endswith("xxend")
+    assert "(180,008 characters left out)" in result.error
+
+
 def test_the_vocabulary_is_that_of_the_model(tmp_path):
     assert vocab_size_of(tmp_path) is None
     for text, expected in (
@@ -320,3 +330,22 @@ def test_any_trace_trains_or_fails(tmp_path_factory, trace):
         assert isinstance(result.messages, list)
         assert abs(result.reward) <= LARGEST_REWARD
         use(result, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, 10.0])
+@pytest.mark.parametrize(
+    "parts",
+    [(0.3,), (0.1, 0.2), (0.2, 0.1), (0.7, -0.4), (0.1, 0.1, 0.1), (1 / 3, -1 / 30)],
+    ids=str,
+)
+def test_a_sum_of_terms_in_float32_ties_with_the_same_reward_of_one_term(
+    parts: tuple[float, ...], weight: float
+) -> None:
+    """Each term is off by a half spacing of float32, their sum in float64 by more."""
+    terms = {
+        f"term {place}": Reward(score=float(np.float32(part)), weight=weight)
+        for place, part in enumerate(parts)
+    }
+    (result,) = read(trace_of(rewards=terms))
+    assert result.reward == pytest.approx(0.3 * weight, rel=1e-15)
+    assert result.reward == float(f"{0.3 * weight:.12g}")

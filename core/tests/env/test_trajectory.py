@@ -136,7 +136,8 @@ def test_building_samples_leaves_the_branches_alone():
 
 def test_a_rollout_has_the_results_of_its_episode():
     result = RolloutResult(
-        ok=True, reward=0.5, rewards={"lcs": 0.5}, metrics={"len": 3.0}, info={"k": 1}, num_turns=2,
+        ok=True, reward=0.5, rewards={"lcs": 0.5}, reward_weights={"lcs": 2.0},
+        metrics={"len": 3.0}, info={"k": 1}, num_turns=2,
         is_truncated=True, stop_condition="max_turns", branches=[branch(user(0, 1), says(1, 2))],
     )  # fmt: skip
     rollout = build_rollout(
@@ -145,6 +146,7 @@ def test_a_rollout_has_the_results_of_its_episode():
     facts = (rollout.env, rollout.example_id, rollout.group_id, rollout.policy_version)
     assert facts == ("e", 3, 4, 5)
     assert (rollout.reward, rollout.rewards, rollout.metrics) == (0.5, {"lcs": 0.5}, {"len": 3.0})
+    assert rollout.reward_weights == {"lcs": 2.0}
     assert (rollout.num_turns, rollout.is_truncated, rollout.stop_condition) == (
         2,
         True,
@@ -268,7 +270,8 @@ def test_without_node_ids_a_turn_ends_where_the_role_changes_and_rewards_go_by_n
 def test_saved_rollouts_keep_the_rewards_of_turns(tmp_path):
     rollout = rollout_of(branch(user(0, 1), says(1, 2)), rewards={"1": 1 / 3})
     (tmp_path / "f").write_bytes(encode_rollouts(1, [(rollout, None)]))
-    ((again, _),) = decode_rollouts(tmp_path / "f")["rollouts"]
+    (stored,) = decode_rollouts(tmp_path / "f")["rollouts"]
+    again = stored.rollout
     assert again.turns == rollout.turns and again.turns[1].reward == 1 / 3
 
 

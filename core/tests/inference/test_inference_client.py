@@ -12,7 +12,7 @@ from waiting import Clock, until
 from prime_rl import EngineError
 from prime_rl.errors import EngineGone
 from prime_rl.inference import client, timing
-from prime_rl.inference.client import EngineClient, NoAnswer
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.rundir.machine import free_ports
 from prime_rl.weights.versions import Weights
@@ -144,6 +144,22 @@ async def test_an_answer_that_does_not_come_is_asked_for_again(tmp_path, clock, 
         await admin.update(Weights(tmp_path, 1))
     assert engine.paths[:3] == ["/pause", "/update_weights", "/update_weights"]
     assert set(engine.paths[3:-1]) <= {"/update_weights"} and engine.paths[-1] == "/resume"
+
+
+async def test_an_engine_that_pauses_late_is_waited_for_while_it_is_healthy(clock):
+    """Twice the time, without a look at its health, is over before the third attempt."""
+
+    class Late(Engine):
+        async def handle(self, request):
+            clock.now += 0.06 * (request.path == "/pause")
+            return await super().handle(request)
+
+    async with client_of(Late(pause=["slow"] * 6), PATIENT) as admin:
+        await admin._post("/pause", 0.05)
+    engine = Late(pause=["slow"] * 99, health=[500] * 99)
+    async with client_of(engine, PATIENT) as admin:
+        with pytest.raises(EngineSilent, match=r"did not answer /pause within .* attempts\)"):
+            await admin._post("/pause", 0.05)
 
 
 async def test_an_engine_that_is_being_restarted_is_waited_for(tmp_path, caplog):

@@ -1,8 +1,10 @@
 """Engines come and go: groups stay together, no request is lost, no engine serves old weights."""
 
 import asyncio
+import itertools
 import logging
 import re
+import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,10 +17,10 @@ from waiting import LIMIT, Clock, skipping, until
 
 from prime_rl import EngineError
 from prime_rl.errors import EngineGone
+from prime_rl.inference import client, timing
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import fleet as fleet_module
 from prime_rl.inference import pool as pool_module
-from prime_rl.inference import timing
 from prime_rl.inference.client import EngineFailed, EngineSilent
 from prime_rl.inference.engine import EngineState
 from prime_rl.inference.pool import GivenUp
@@ -277,6 +279,39 @@ async def test_an_engine_that_pauses_itself_samples_until_its_weights_change():
         assert engine.calls[2:] == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
 
 
+async def test_the_seconds_for_which_an_update_pauses_the_engines_are_counted(monkeypatch):
+    """The clock ticks once per look. An engine that pauses itself says how long; of another one,
+    the time between the answers of ``/pause`` and ``/resume`` counts."""
+    clock = itertools.count()
+    monkeypatch.setattr(client, "time", SimpleNamespace(
+        perf_counter=lambda: float(next(clock)), monotonic=time.monotonic
+    ))  # fmt: skip
+    own, other = Engine(), Engine()
+    own.pauses_itself = True
+    own.paused_seconds = 0.5
+    async with fleet_of(own) as fleet:
+        await fleet.update_weights(Path("v1"), 1)
+        await fleet.update_weights(Path("v2"), 2)
+        assert fleet.take_paused() == 1.0
+        assert fleet.take_paused() == 0.0
+        assert fleet.engines[0].client.last_paused == 0.5
+        await fleet.sleep()
+        await fleet.update_weights(Path("v3"), 3)
+        assert fleet.take_paused() >= 1.0  # from waking on, whatever it says of the weights
+    async with fleet_of(other) as fleet:
+        await fleet.update_weights(Path("v1"), 1)
+        assert fleet.take_paused() == 1.0
+    quiet = Engine()
+    quiet.pauses_itself = True  # and it does not say for how long: at most the whole update
+    async with fleet_of(quiet) as fleet:
+        await fleet.update_weights(Path("v2"), 2)
+        assert fleet.take_paused() == 1.0
+    async with fleet_of(Engine(), Engine()) as fleet:
+        fleet.engines[0].client._paused = 3.0
+        fleet.engines[1].client._paused = 1.0
+        assert fleet.take_paused() == 2.0
+
+
 async def test_our_own_engines_have_their_first_weights_and_others_get_them_pushed():
     for own, calls in ((True, []), (False, ["/pause", "/update_weights", "/resume"])):
         engine = Engine(version=7)
@@ -414,7 +449,7 @@ async def test_an_engine_that_answers_nothing_for_long_hangs_until_it_answers(im
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_silent_engine_keeps_its_requests_where_no_other_could_take_them(clock, alone):
     """It compiles, or a long call keeps its loop: after ``hang_timeout`` it is restarted."""
-    engine = engine_module.Engine(0, SimpleNamespace(asleep=False, url="u"))
+    engine = engine_module.Replica(0, SimpleNamespace(asleep=False, url="u"))
     engine.state = EngineState.SERVING
     engine.heard_at = engine.ready_at = clock.now
     silent = EngineSilent("engine u did not answer /health within 10 s")

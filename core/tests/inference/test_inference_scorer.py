@@ -8,9 +8,9 @@ from itertools import chain, repeat
 
 import numpy as np
 import pytest
-import warm
 from aiohttp import web
 from loopback import listening
+from pydantic import ValidationError
 from waiting import LIMIT, Clock, until
 
 from prime_rl import (
@@ -23,8 +23,9 @@ from prime_rl import (
 )
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import pool as pool_module
+from prime_rl.inference.client import EngineClient
 from prime_rl.inference.pool import FrozenPool
-from prime_rl.inference.scorer import PromptScorer
+from prime_rl.inference.scorer import ROUTE, PromptScorer
 from prime_rl.rundir.machine import free_ports
 
 WHERE = "env 'a': teacher"
@@ -165,13 +166,83 @@ async def test_the_key_of_a_frozen_model_comes_from_the_environment(monkeypatch)
     assert "cache_salt" not in engine.asked[0]
 
 
+async def test_several_keys_take_turns_and_headers_go_with_every_request(monkeypatch):
+    for number in range(3):
+        monkeypatch.setenv(f"KEY_{number}", f"s3cret-{number}")
+    monkeypatch.setenv("TEAM", "blue")
+    engine = Engine()
+    async with serving(engine) as url:
+        model = FrozenModel(
+            name=MODEL,
+            base_url=url,
+            api_key_var=["KEY_0", "KEY_1", "KEY_2"],
+            headers={"X-Project": "mine"},
+            headers_from_env={"X-Team": "TEAM"},
+        )
+        engines = FrozenPool.of(model, where=WHERE, on_waiting=lambda text: None)
+        scorer = PromptScorer(engines, MODEL)
+        for _ in range(6):
+            await scorer.logprobs([1, 2])
+        await engines.close()
+    used = [each["Authorization"] for each in engine.headers]
+    # The looks at the engine's health take their turns too.
+    assert len({*used}) > 1 and {*used} <= {f"Bearer s3cret-{number}" for number in range(3)}
+    assert {(each["X-Project"], each["X-Team"]) for each in engine.headers} == {("mine", "blue")}
+    assert "s3cret" not in model.model_dump_json() and "blue" not in model.model_dump_json()
+
+
+async def test_a_request_with_a_key_of_its_own_keeps_it():
+    """Scoring by the policy's engines has another key than their admin routes."""
+    engine = Engine()
+    body = {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}
+    mine = {"Authorization": "Bearer mine"}
+    async with serving(engine) as url:
+        client = EngineClient(url, ["one", "two"])
+        for headers in ({}, mine, {}, {}):
+            await client.request("POST", ROUTE, LIMIT, json=body, headers=headers)
+        await client.close()
+    used = [each["Authorization"].removeprefix("Bearer ") for each in engine.headers]
+    assert used == ["one", "mine", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"api_key_var": ["KEY_0", "GONE"]}, "api_key_var is 'GONE', and the environment has no"),
+        ({"headers_from_env": {"X-Team": "GONE"}}, "has the header X-Team from 'GONE', and the"),
+    ],
+)
+def test_each_variable_that_is_missing_is_named(monkeypatch, table, said):
+    monkeypatch.setenv("KEY_0", "s3cret-0")
+    monkeypatch.delenv("GONE", raising=False)
+    model = FrozenModel(name=MODEL, base_url="http://h/v1", **table)
+    with pytest.raises(ConfigError) as caught:
+        FrozenPool.of(model, where=WHERE, on_waiting=lambda text: None)
+    assert said in str(caught.value) and "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Authorization", "authorization", "X-Api-Key", "Cookie", "x-auth-token", "apikey", "X-Secret"],
+)
+def test_a_header_with_a_secret_is_not_written_into_the_config(name):
+    with pytest.raises(ValidationError, match=rf"header {name} holds a secret.*headers_from_env"):
+        FrozenModel(name=MODEL, base_url="http://h/v1", headers={name: "hunter2"})
+
+
+@pytest.mark.parametrize("headers", [{"X Team": "a"}, {"": "a"}, {"X-Team": "a\nb"}, {"A:": "b"}])
+def test_what_is_no_header_is_refused(headers):
+    with pytest.raises(ValidationError, match="header"):
+        FrozenModel(name=MODEL, base_url="http://h/v1", headers=headers)
+
+
 def test_a_missing_key_is_named(monkeypatch):
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     model = FrozenModel(name=MODEL, base_url="http://h/v1", api_key_var="TEACHER_KEY")
     with pytest.raises(ConfigError) as caught:
         FrozenPool.of(model, where=WHERE, on_waiting=lambda text: None)
     assert str(caught.value) == (
-        "env 'a': teacher 'big': api_key_var = 'TEACHER_KEY', and the environment has no such "
+        "env 'a': teacher 'big': api_key_var is 'TEACHER_KEY', and the environment has no such "
         "variable, or an empty one. Export it, or leave api_key_var out if the endpoint needs no "
         "key."
     )
@@ -493,33 +564,6 @@ async def test_a_server_that_comes_back_as_another_model_is_noticed():
             with pytest.raises(EngineError, match="serves 'small'"):
                 await asyncio.wait_for(score, LIMIT)
     assert impostor.asked == []
-
-
-# -- the real engine ---------------------------------------------------------------------------
-
-
-async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_path, monkeypatch):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from prime_rl_embedded import testing
-    from prime_rl_embedded.testing import serve, write_model
-
-    monkeypatch.setattr(testing, "subprocess", warm.SUBPROCESS)
-    folder = write_model(tmp_path / "model")
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(9, 265, (n,), generator=generator).tolist() for n in (2, 40, 63, 17)]
-    with serve(folder, max_model_len=64) as served:
-        engines = FrozenPool([f"{served.url}/v1"], "tiny", where=WHERE)
-        await engines.wait_ready(LIMIT)
-        columns = await asyncio.gather(*map(PromptScorer(engines, "tiny").logprobs, rows))
-        await engines.close()
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    for ids, column in zip(rows, columns, strict=True):
-        with torch.no_grad():
-            table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        expected = [0.0, *(float(table[i - 1, ids[i]]) for i in range(1, len(ids)))]
-        assert column.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 async def test_a_request_that_fails_again_and_again_while_others_are_answered_ends_the_wait():

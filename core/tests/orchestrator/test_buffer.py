@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Filter, PluginConfig, RunError, hookimpl
+from prime_rl.orchestrator.batch_size import BatchSize
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.registry.manager import Hooks
 from prime_rl.testing import make_rollout
@@ -62,6 +63,48 @@ def test_dropped_rollouts_are_replaced():
     batch = one.take()
     assert len(batch.kept) == 2 and batch.kept[1] is late[0]
     assert sorted(batch.dropped.values()) == ["post_batch_filters", "pre_batch_filters"]
+    assert list(batch.objections.values()) == [{"reject": "no"}] * 2
+
+
+class Says(Filter):
+    """Objects with a text of the rollout's own."""
+
+    def __init__(self, name, threshold):
+        super().__init__(PluginConfig())
+        self.name = name
+        self.threshold = threshold
+
+    @hookimpl
+    def filter_rollout(self, rollout):
+        return f"{rollout.reward} < {self.threshold}" if rollout.reward < self.threshold else None
+
+
+def test_each_enforcing_filter_that_dropped_a_rollout_is_kept_with_its_reason():
+    filters = [(Says("low", 1.0), True), (Says("lower", 0.5), True), (Says("watched", 9.0), False)]
+    one = Buffer(
+        batch_size=1,
+        max_off_policy_steps=8,
+        pre=FilterSlot("pre_batch_filters", Hooks(), filters),
+        post=FilterSlot("post_batch_filters", Hooks(), []),
+        max_empty_batches=9,
+    )
+    both, low, fine = group = rollouts(0.25, 0.75, 2.0)
+    one.add(group)
+    batch = one.take()
+    assert batch.kept == [fine]
+    assert batch.dropped == dict.fromkeys((id(both), id(low)), "pre_batch_filters")
+    assert batch.objections == {
+        id(both): {"low": "0.25 < 1.0", "lower": "0.25 < 0.5"},
+        id(low): {"low": "0.75 < 1.0"},
+    }
+
+
+def test_another_buffer_goes_on_with_the_reasons():
+    one = assembler(size=2)
+    one.add(rollouts(PRE, FINE, POST))
+    again = assembler(size=2)
+    again.restore(one.buffered, objections=one.batch.objections)
+    assert again.batch.objections == one.batch.objections and len(again.batch.objections) == 2
 
 
 def test_pre_batch_filters_run_on_arrival_and_post_batch_filters_when_there_is_room():
@@ -90,6 +133,7 @@ def test_staleness_is_the_trained_version_less_the_starting_one(lag, kept):
     one.add(group)
     assert [rollout.policy_version for rollout in one.batch.kept] == kept
     assert list(one.batch.dropped.values()) == ["stale"] * (4 - len(kept))
+    assert one.batch.objections == {}
 
 
 def test_time_in_the_queue_counts_as_staleness():
@@ -132,6 +176,7 @@ def test_a_group_that_the_sampler_rejects_takes_no_place():
     one = assembler(size=1, patience=2)
     one.add(rollouts(FINE), rejected="every reward is 1.0")
     assert list(one.batch.dropped.values()) == ["sampler"] and one.num_buffered == 0
+    assert list(one.batch.objections.values()) == [{"sampler": "every reward is 1.0"}]
     with pytest.raises(RunError, match=r"2 x sampler: every reward is 1.0, env 'test'"):
         one.add(rollouts(FINE), rejected="every reward is 1.0")
 
@@ -162,6 +207,14 @@ def test_a_run_of_failures_quotes_the_commonest_reason():
     assert "TypeError" not in said
 
 
+def test_a_run_whose_prompts_are_too_long_is_told_to_raise_seq_len():
+    one = assembler(size=4, patience=1)
+    for _ in range(3):
+        one.note_failure("ProviderError: Prompt length (11) exceeds maximum context length (8).")
+    with pytest.raises(RunError, match=r"context length \(8\)\. Raise seq_len, or leave out"):
+        one.note_failed(4, "test")
+
+
 def test_reasons_of_failures_before_a_kept_rollout_are_not_quoted():
     one = assembler(size=2, patience=1)
     one.note_failure("TypeError: no")
@@ -177,8 +230,23 @@ def test_reasons_of_failures_before_a_kept_rollout_are_not_quoted():
 def test_one_kept_rollout_renews_the_patience():
     one = assembler(size=2, patience=2)
     one.add(rollouts(POST, POST, POST, FINE, POST, POST, POST))
-    with pytest.raises(RunError, match="the last 4 rollouts"):
+    counted = r"the last 4 rollouts .*\(3 x post_batch_filters: .*; 1 x pre_batch_filters"
+    with pytest.raises(RunError, match=counted):
         one.add(rollouts(PRE))
+
+
+def test_where_a_batch_counts_tokens_a_failed_rollout_counts_with_those_that_are_expected():
+    """Two batches of 100 tokens: three failures of 64 are 192 of them, and four are 256."""
+    one = Buffer(
+        size=BatchSize(None, tokens=100, longest=64),
+        max_off_policy_steps=8,
+        pre=FilterSlot("pre_batch_filters", Hooks(), []),
+        post=FilterSlot("post_batch_filters", Hooks(), []),
+        max_empty_batches=2,
+    )
+    one.note_failed(3, "test")
+    with pytest.raises(RunError, match=r"the last 4 rollouts .*\(4 x failed, env 'test'\)"):
+        one.note_failed(1, "test")
 
 
 @given(

@@ -1,18 +1,21 @@
 """Rollouts in flight: paced, bounded, voided by group, each accounted for exactly once."""
 
 import asyncio
+import math
 import random
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.admission import inflight_limit
+from prime_rl.orchestrator.admission.inflight import Demand, inflight_limit
+from prime_rl.orchestrator.batch_size import BatchSize
+from prime_rl.orchestrator.context import GroupLimits
 from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.testing import make_rollout
 
@@ -21,29 +24,57 @@ class World:
     """The engines and the buffer of a dispatcher; the test ends its rollouts."""
 
     def __init__(
-        self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
+        self,
+        *,
+        size=4,
+        batch=8,
+        lag=8,
+        over=1.0,
+        inflight=1000,
+        max_steps=100,
+        alone=False,
+        partial=None,
+        env=None,
+        seq_len=64,
+        limits=None,
+        wanted=None,
+        **tables,
     ):
         self.version, self.step, self.num_buffered = 0, 1, 0
         self.stubborn = False  # rollouts that finish although they are cancelled
         self.batch_size = batch
         self.waiting: dict[tuple[int, int], asyncio.Future] = {}
         self.most_inflight = 0
+        if "token_batch_size" not in tables:
+            tables["batch_size"] = batch
         settings = OrchestratorConfig(
-            batch_size=batch,
+            **tables,
             max_off_policy_steps=lag,
             oversampling_factor=over,
             max_inflight_rollouts=inflight,
+            group_size=size,
+            partial_groups=partial,
+            train={"env": [{"id": "e", **(env or {})}]},
         )
         config = SimpleNamespace(orchestrator=settings, max_steps=max_steps)
         self.env = SimpleNamespace(
             name="e",
             group_size=size,
             source=SimpleNamespace(is_live=True),
+            limits=limits,
             host=SimpleNamespace(agents=("agent",)),
         )
-        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False))
+        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False, serving=[]))
         self.dispatcher = Dispatcher(
-            config, engines, self, [self.env], lambda: self.next_group(), self.run_rollout
+            config,
+            engines,
+            self,
+            [self.env],
+            lambda: self.next_group(),
+            self.run_rollout,
+            ["e"] if alone else [],
+            BatchSize(settings.batch_size, tokens=settings.token_batch_size, longest=seq_len),
+            wanted=wanted,
         )
 
     def next_group(self):
@@ -64,7 +95,8 @@ class World:
                 return [make_rollout(1.0)]
             raise
         finally:
-            del self.waiting[group.group_id, index]
+            if self.waiting.get((group.group_id, index)) is future:
+                del self.waiting[group.group_id, index]
 
     async def __aenter__(self):
         self.task = asyncio.create_task(self.dispatcher.run())
@@ -254,21 +286,27 @@ async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
         assert world.dispatcher.num_inflight == 12
 
 
+MIXED = {"a": Demand(rate=4.0, seconds=3.0), "b": Demand(rate=1.0, seconds=20.0)}
+
+
 @pytest.mark.parametrize(
-    ("configured", "capacities", "synchronous", "lead", "number", "reason"),
+    ("configured", "capacities", "synchronous", "demands", "number", "reason"),
     [
-        (5, [64], None, 1.0, 5, "orchestrator.max_inflight_rollouts"),
-        (None, [64, 16], None, 4.0, 100, "2 engines run 80 at once, and 25% wait"),
-        (None, [64, None], None, 1.0, 16, "two batches"),
-        (None, [], None, 3.0, 32, "4.0 batches, by the durations of groups"),
-        (None, [64], 8, 1.0, 8, "one batch, since max_off_policy_steps = 0"),
+        (5, [64], None, {}, 5, "orchestrator.max_inflight_rollouts"),
+        (None, [64, 16], None, MIXED, 100, "2 engines run 80 at once, and 25% wait"),
+        (None, [64], None, MIXED, 80, "1 engine runs 64 at once, and 25% wait"),
+        (None, [64, None], None, {}, 16, "two batches"),
+        (None, [], None, {"a": Demand(4.0, 0.5)}, 16, "two batches"),
+        # 8 + 1.25 * (4 * 3 + 1 * 20) = 48
+        (None, [], None, MIXED, 48, "a batch, b 1/s x 20 s + a 4/s x 3 s, and 25% wait"),
+        (None, [64], 8, MIXED, 8, "one batch, since max_off_policy_steps = 0"),
     ],
 )
 def test_how_many_rollouts_may_be_in_flight_and_why(
-    configured, capacities, synchronous, lead, number, reason
+    configured, capacities, synchronous, demands, number, reason
 ):
     limit = inflight_limit(
-        configured, capacities, synchronous=synchronous, batch_size=8, longest_lead=lead
+        configured, capacities, synchronous=synchronous, batch_size=8, demands=demands
     )
     assert (limit.number, limit.reason) == (number, reason)
 
@@ -360,6 +398,120 @@ async def test_closing_cancels_everything():
         assert world.dispatcher.counts == {"dispatched": 8, "cancelled": 8}
 
 
+# -- alone, and partial groups --------------------------------------------------------------
+
+
+def arrived(world):
+    """Group and members of what was handed on, in order."""
+    groups = []
+    while not world.dispatcher.arrivals.empty():
+        group = world.dispatcher.arrivals.get_nowait()
+        groups.append((group.group_id, sorted(group.members)))
+        world.num_buffered += len(group.survivors)
+        world.dispatcher.taken(group)
+    return groups
+
+
+async def test_a_rollout_that_needs_no_siblings_is_handed_on_as_it_ends():
+    async with World(size=4, batch=8, lag=1, alone=True) as world:
+        world.waiting[1, 2].set_result([make_rollout(1.0, group_id=1)])
+        await settle()
+        assert arrived(world) == [(1, [2])]
+        world.waiting[0, 3].set_result(None)
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        assert group.num_failed == 1 and group.survivors == []
+        assert world.balanced()
+
+
+async def test_a_synchronous_run_hands_on_whole_groups_all_the_same():
+    async with World(size=2, batch=2, lag=0, alone=True) as world:
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == []
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == [(0, [0, 1])]
+
+
+async def test_a_resumed_run_requests_the_members_that_no_batch_has_got():
+    async with World(size=3, batch=6, lag=1, alone=True) as world:
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == [(0, [1])]
+        saved = world.dispatcher.requested
+        waiting = set(world.waiting)
+    again = World(size=3, batch=6, lag=1, alone=True)
+    again.dispatcher.resume(saved)
+    async with again:
+        assert set(again.waiting) >= waiting and (0, 1) not in again.waiting
+        assert again.dispatcher.requested.groups_opened >= saved.groups_opened
+
+
+async def test_a_resumed_run_that_needs_siblings_now_waits_for_those_that_are_left():
+    async with World(size=3, batch=3, lag=1, alone=True) as world:
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
+        await settle()
+        arrived(world)
+        saved = world.dispatcher.requested
+    again = World(size=3, batch=3, lag=1)
+    again.dispatcher.resume(saved)
+    async with again:
+        for member in (0, 2):
+            again.waiting[0, member].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(again) == [(0, [0, 2])]
+
+
+async def test_a_partial_group_is_handed_on_and_its_rest_is_a_group_of_its_own():
+    """Two of four finish, and one fails before: the part has these three. A group is split once."""
+    partial = {"at_least": 2, "rest": "group"}
+    async with World(size=5, batch=5, lag=1, partial=partial) as world:
+        await world.end(0, None, 1.0)
+        assert arrived(world) == []
+        world.waiting[0, 4].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == [(0, [0, 1, 4])]
+        assert world.balanced()
+        (rest,) = [each for each in world.dispatcher.requested.waiting if each.group_id == 0]
+        assert rest.members == [2, 3]
+        world.waiting[0, 3].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == []
+        world.waiting[0, 2].set_result([make_rollout(1.0)])
+        await settle()
+        assert arrived(world) == [(0, [2, 3])] and world.balanced()
+
+
+async def test_the_rest_of_a_partial_group_may_be_cancelled_and_is_counted():
+    async with World(size=4, batch=4, lag=1, partial={"at_least": 3, "rest": "cancel"}) as world:
+        await world.end(0, 1.0, 1.0, 1.0)
+        group = world.dispatcher.arrivals.get_nowait()
+        assert sorted(group.members) == [0, 1, 2] and group.num_cut_off == 1
+        assert (0, 3) not in world.waiting
+        assert world.dispatcher.counts["cancelled"] == 1 and world.dispatcher.cancelled["e"] == 1
+        assert world.balanced()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"at_least": 7}, "leaves 1 of a group of 8, expected at least 2 with rest = 'group'"),
+        ({"at_least": 8, "rest": "cancel"}, "leaves 0 of a group of 8, expected at least 1"),
+        ({"at_least": 9, "rest": "cancel"}, "leaves 0 of a group of 8"),
+        ({"at_least": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_a_partial_group_leaves_a_group(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        OrchestratorConfig(partial_groups=settings, train={"env": [{"id": "e"}]})
+
+
+def test_a_synchronous_run_has_no_partial_groups():
+    with pytest.raises(ValueError, match="at_least = 4 needs max_off_policy_steps >= 1"):
+        OrchestratorConfig(partial_groups={"at_least": 4}, max_off_policy_steps=0)
+
+
 # -- errors ---------------------------------------------------------------------------------
 
 
@@ -391,15 +543,31 @@ async def test_a_cancellation_from_inside_an_environment_ends_the_run():
 # -- random events --------------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1.0, 1.5]))
-def test_every_rollout_is_accounted_for_whatever_happens(seed, size, lag, over):
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from([1.0, 1.5]),
+    st.sampled_from(["whole", "alone", "group", "cancel"]),
+)
+def test_every_rollout_is_accounted_for_whatever_happens(seed, size, lag, over, handed_on):
     """Random finishes, failures, versions, batches: nothing lost, nothing counted twice."""
-    asyncio.run(random_events(random.Random(seed), size, lag, over))
+    asyncio.run(random_events(random.Random(seed), size, lag, over, handed_on))
 
 
-async def random_events(chance, size, lag, over):
+async def random_events(chance, size, lag, over, handed_on):
     bound = 3 * size
-    world = World(size=size, batch=2 * size, lag=lag, over=over, inflight=bound)
+    fits = lag > 0 and size >= 4
+    partial = {"at_least": 2, "rest": handed_on} if handed_on in ("group", "cancel") else None
+    world = World(
+        size=size,
+        batch=2 * size,
+        lag=lag,
+        over=over,
+        inflight=bound,
+        alone=handed_on == "alone",
+        partial=partial if fits else None,
+    )
     arrived = []
     async with world:
         for _ in range(60):
@@ -421,7 +589,7 @@ async def random_events(chance, size, lag, over):
             await settle()
             while not world.dispatcher.arrivals.empty():
                 group = world.dispatcher.arrivals.get_nowait()
-                arrived.append(group.group_id)
+                arrived += [(group.group_id, member) for member in group.members]
                 world.num_buffered += len(group.survivors)
                 world.dispatcher.taken(group)
                 await settle()  # the next one may fit now
@@ -430,4 +598,166 @@ async def random_events(chance, size, lag, over):
     assert world.most_inflight < bound + size
     assert len(arrived) == len(set(arrived))
     assert counts["dispatched"] == counts["finished"] + counts["failed"] + counts["cancelled"]
-    assert world.dispatcher.requested.waiting == []
+    assert world.dispatcher.num_waiting == 0
+    # Members of a group that are handed on alone open one after the other: some were not due yet.
+    assert handed_on == "alone" or world.dispatcher.requested.waiting == []
+
+
+# -- groups whose size a plugin decides -----------------------------------------------------------
+
+
+class Grows:
+    """Rounds of ``size`` until a member has a reward; ``early``: stops when one has."""
+
+    def __init__(self, *, early=False):
+        self.early = early
+        self.asked: list[tuple[int, list[float], int]] = []
+
+    def __call__(self, group):
+        first = range(group.num_judged)
+        rewards = [r.reward for number in first for r in group.members[number] or ()]
+        size = len(group.requested)
+        self.asked.append((group.num_judged, rewards, size))
+        if any(rewards) and (self.early or group.num_judged == size):
+            return group.num_judged
+        return size + group.env.group_size if group.num_judged == size else size
+
+
+def growing(*, most, trained=None, early=False, **settings):
+    limits = GroupLimits(size=most, trained=trained or most)
+    return World(limits=limits, wanted=Grows(early=early), **settings)
+
+
+async def test_a_group_grows_until_it_is_useful():
+    async with growing(size=2, most=6, batch=6, lag=0) as world:
+        assert world.groups == [0]  # it keeps all six places
+        await world.end(0, 0.0, 0.0)
+        assert sorted(world.waiting) == [(0, 2), (0, 3)]
+        world.waiting[0, 3].set_result([make_rollout(0.0)])
+        await settle()
+        assert world.dispatcher.arrivals.empty()
+        world.waiting[0, 2].set_result([make_rollout(1.0)])
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        assert [rollout.reward for rollout in group.survivors] == [0.0, 0.0, 1.0, 0.0]
+        assert world.dispatcher.counts["dispatched"] == 4
+        assert world.groups == []  # its places are kept until it is taken in
+        world.num_buffered += 4
+        world.dispatcher.taken(group)
+        await settle()
+        assert world.groups == [1]
+
+
+async def test_a_group_does_not_grow_beyond_its_limit():
+    async with growing(size=2, most=3, batch=6, lag=0) as world:
+        await world.end(0, 0.0, 0.0)
+        assert (0, 2) in world.waiting and (0, 3) not in world.waiting
+        world.waiting[0, 2].set_result(None)
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        assert len(group.survivors) == 2 and group.num_failed == 1
+
+
+async def test_members_decide_in_the_order_of_their_numbers():
+    """Member 1 has a reward first, and is left out all the same: member 0 is useful alone."""
+    async with growing(size=3, most=3, early=True, batch=3, lag=0) as world:
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
+        await settle()
+        assert world.dispatcher._wanted.asked == []
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        assert [*group.members] == [0] and group.num_cut_off == 2
+        assert world.waiting == {}
+        assert world.dispatcher.counts["cancelled"] == 1
+        assert world.balanced() and world.dispatcher.cancelled == {"e": 1}
+
+
+async def test_places_are_kept_for_those_that_may_train():
+    async with growing(size=2, most=8, trained=2, batch=6, lag=0) as world:
+        assert world.groups == [0, 1, 2]
+        await world.end(0, 0.0, 0.0)
+        assert world.groups == [0, 1, 2]  # four of the first group, and no group more
+        assert world.dispatcher.num_inflight == 6
+        assert world.dispatcher.rollouts_per_group("e") == 2
+
+
+async def test_what_a_group_has_not_used_is_free_for_others():
+    async with growing(size=2, most=4, batch=8, lag=1) as world:
+        before = world.dispatcher.counts["dispatched"]
+        await world.end(0, 1.0, 0.0)
+        group = world.dispatcher.arrivals.get_nowait()
+        assert group.size == 2
+        assert world.dispatcher.counts["dispatched"] == before + 2
+
+
+async def test_further_members_wait_until_fewer_rollouts_are_in_flight():
+    async with growing(size=2, most=6, trained=2, batch=4, lag=0, inflight=3) as world:
+        assert world.groups == [0, 1]  # the last group may go beyond the limit
+        await world.end(0, 0.0, 0.0)
+        assert sorted(world.waiting) == [(0, 2), (1, 0), (1, 1)]
+        await world.end(1, 1.0)
+        assert sorted(world.waiting) == [(0, 2), (0, 3), (1, 1)]
+        assert world.balanced()
+
+
+async def test_a_stale_group_is_cancelled_with_members_that_wait():
+    async with growing(size=2, most=6, trained=2, batch=4, lag=1, inflight=3) as world:
+        await world.end(0, 0.0, 0.0)
+        (group,) = world.dispatcher._growing.values()
+        assert (group.group_id, group.unstarted) == (0, [3])
+        world.version = 2
+        lost = await world.dispatcher.drop_stale(2)
+        await settle()
+        assert lost["e"] >= 4 and not world.dispatcher._growing
+        assert 0 not in world.groups  # and none of its waiting members begins
+        assert world.balanced()
+
+
+@pytest.mark.parametrize(("inflight", "bound"), [(None, math.inf), (20, 20)])
+async def test_a_limit_that_follows_the_lead_does_not_bound_it(inflight, bound):
+    async with World(inflight=inflight) as world:
+        assert world.dispatcher.limit.follows_lead == (inflight is None)
+        assert world.dispatcher.admission.most_inflight == bound
+
+
+async def test_a_resumed_run_lets_groups_grow_anew():
+    async with growing(size=2, most=6, batch=6, lag=0) as world:
+        await world.end(0, 0.0, 0.0)
+        requested = world.dispatcher.requested
+        assert [(group.group_id, group.members) for group in requested.waiting] == [(0, None)]
+    again = growing(size=2, most=6, batch=6, lag=0)
+    again.dispatcher.resume(requested)
+    async with again:
+        assert sorted(again.waiting) == [(0, 0), (0, 1)]
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.0, 1.0, None]), min_size=12, max_size=12),
+    order=st.randoms(use_true_random=False),
+    early=st.booleans(),
+    lag=st.sampled_from([0, 1, 4]),
+)
+@settings(max_examples=40, deadline=None)
+def test_groups_do_not_depend_on_the_order_in_which_members_end(rewards, order, early, lag):
+    """Each of three groups has the members that its first ones call for, and all are counted."""
+
+    async def ended(shuffle):
+        sizes = {}
+        async with growing(size=2, most=4, early=early, batch=12, lag=lag) as world:
+            while world.waiting and len(sizes) < 3:
+                open_now = [key for key in world.waiting if key[0] < 3]
+                if not open_now:
+                    break
+                key = order.choice(open_now) if shuffle else min(open_now)
+                reward = rewards[key[0] * 4 + key[1]]
+                done = None if reward is None else [make_rollout(reward, group_id=key[0])]
+                world.waiting[key].set_result(done)
+                await settle()
+                assert world.balanced()
+                while not world.dispatcher.arrivals.empty():
+                    group = world.dispatcher.arrivals.get_nowait()
+                    sizes[group.group_id] = sorted(group.members)
+        return sizes
+
+    assert asyncio.run(ended(True)) == asyncio.run(ended(False))

@@ -4,16 +4,17 @@ environment, wire and engines."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import selectors
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from simulated_run import AboveMean, Simulated, TimedTrainer, World
 
 from prime_rl import (
     Algorithm,
@@ -26,39 +27,11 @@ from prime_rl import (
     StreamError,
     hookimpl,
 )
-from prime_rl.orchestrator.buffer import Buffer, FilterSlot
-from prime_rl.orchestrator.context import Engines, Outages, RunContext
-from prime_rl.orchestrator.dispatcher import Dispatcher
-from prime_rl.orchestrator.loop import Orchestrator
-from prime_rl.orchestrator.packer import Packer
-from prime_rl.orchestrator.policy import Policy, WeightWatcher
-from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.orchestrator.admission.inflight import Demand
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
-from prime_rl.plugins.sampler import SampledEnv
-from prime_rl.registry.manager import Hooks, scope
-from prime_rl.rollout import Batch
-from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout, make_sample
-from prime_rl.wire.micro_batch import decode_batch
-from prime_rl_app.config import build_config
-from prime_rl_observers import watchdog
-from prime_rl_samplers.standard import StandardSampler
-
-STEPS = 3
-
-
-class AboveMean(Algorithm):
-    """Credit is the reward above the group's mean."""
-
-    name = "above_mean"
-
-    @hookimpl
-    def score_group(self, group: Any) -> None:
-        mean = sum(rollout.reward for rollout in group) / len(group)
-        for rollout in group:
-            rollout.assign_advantages(rollout.reward - mean)
+from prime_rl.wire import decode_batch
 
 
 class AtTheEnd(Algorithm):
@@ -123,169 +96,6 @@ class Waits(Algorithm):
         await asyncio.Event().wait()
 
 
-class Rollouts:
-    """An environment: rollouts of five tokens, with the member's number as reward."""
-
-    is_live, whole_group, num_examples, is_ready = True, False, 10, True
-
-    def __init__(self, produce: Callable[[RolloutRequest], Awaitable[None]] | None = None) -> None:
-        self.asked: list[RolloutRequest] = []
-        self._produce = produce
-
-    async def produce(self, ask: RolloutRequest) -> Sequence[Any]:
-        self.asked.append(ask)
-        if self._produce is not None:
-            await self._produce(ask)
-        rollout = make_rollout(float(ask.member), env="e", group_id=ask.group_id)
-        rollout.policy_version = ask.policy_version
-        return [rollout]
-
-    def observe(self, group: Any) -> None:
-        pass
-
-
-class Trainer:
-    """The wire and the trainer: publishes a version for each batch."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.frames = run_dir, []
-        self.credit: list[set[float]] = []
-        """The distinct advantages of each step's sampled tokens."""
-
-    async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        number, rows = decode_batch(frames[0])
-        assert number == step
-        self.frames.append((step, sum(map(len, rows))))
-        self.credit.append({float(a) for row in rows for a in row.advantages[row.loss_mask]})
-        if rows:
-            folder = self.run_dir / "broadcasts" / f"step_{step}"
-            folder.mkdir(parents=True)
-            with (self.run_dir / "trainer.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "time": 0.0, "metrics": {"loss": 0.5}}) + "\n")
-            (folder / "STABLE").touch()
-
-    async def drain(self) -> None:
-        pass
-
-
-class Fleet:
-    """Engines that load whatever is published."""
-
-    asleep = False
-
-    def __init__(self) -> None:
-        self.loaded: list[int] = []
-
-    async def update_weights(self, folder: Path, version: int) -> float:
-        self.loaded.append(version)
-        return 0.0
-
-
-class Diary(Observer):
-    """Records the calls of the loop, in order."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.scored: list[tuple[int, int]] = []
-
-    async def before_training(self) -> None:
-        self.lines.append("before")
-
-    async def after_training(self) -> None:
-        self.lines.append("after")
-
-    async def stopping(self, last: int) -> None:
-        self.lines.append(f"stopping {last}")
-
-    async def batch_taken(self, batch: Batch) -> None:
-        assert all(rollout.frozen for rollout in batch.kept)
-        self.lines.append(f"taken {batch.step}")
-
-    async def batch_leaves(self, step: int) -> None:
-        self.lines.append(f"leaves {step}")
-
-    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
-        self.lines.append(f"sent {batch.step}")
-
-    def group_scored(self, group: Any, version: int) -> None:
-        self.scored.append((group[0].group_id, version))
-
-    def version_served(self, version: int) -> None:
-        self.lines.append(f"version {version}")
-
-    def step_trained(self, step: int, metrics: Any) -> None:
-        self.lines.append(f"trained {step} {metrics['loss']}")
-
-
-class World:
-    """A run of three batches of four rollouts, two to a group."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        produce: Any = None,
-        algorithm: type = AboveMean,
-        filters: Sequence[Filter] = (),
-        max_steps: int = STEPS,
-        seq_len: int = 64,
-        **settings: Any,
-    ) -> None:
-        settings = {"batch_size": 4, "group_size": 2, "max_off_policy_steps": 0} | settings
-        config = build_config(
-            {
-                "model": {"name": "m"},
-                "max_steps": max_steps,
-                "seq_len": seq_len,
-                "orchestrator": {
-                    **settings, "weights_timeout": 5, "train": {"env": [{"id": "e"}]},
-                },
-            }
-        )  # fmt: skip
-        launch = Launch(
-            model_path="m", served_model_name="m", engine_urls=[], transport_type="zmq",
-            transport_host="", transport_ports=[],
-        )  # fmt: skip
-        hooks = Hooks()
-        self.context = RunContext(config, launch, run_dir, hooks, Status(None))
-        self.fleet, self.trainer, self.diary = Fleet(), Trainer(run_dir), Diary()
-        self.engines = Engines(self.fleet, Policy(0), Outages())  # type: ignore[arg-type]
-        self.source, built = Rollouts(produce), algorithm(PluginConfig())
-        env = SimpleNamespace(
-            name="e", source=self.source, algorithm=built, hooks=scope("e", hooks, [built]),
-            group_size=2, host=SimpleNamespace(agents=("agent",)),
-        )  # fmt: skip
-        sampler = StandardSampler(PluginConfig(), [SampledEnv("e", 10, None)], 0)
-        slots = [
-            FilterSlot("pre", hooks, []),
-            FilterSlot("post", hooks, [(f, True) for f in filters]),
-        ]
-        size, lag = (settings[key] for key in ("batch_size", "max_off_policy_steps"))
-        buffer = Buffer(
-            batch_size=size, max_off_policy_steps=lag, pre=slots[0], post=slots[1],
-            max_empty_batches=9,
-        )  # fmt: skip
-        reporter = Reporter(hooks, [])
-        self.sampling = Sampling(
-            self.context,
-            self.engines,
-            [env],
-            sampler,
-            buffer,
-            [self.diary],  # type: ignore[list-item]
-        )
-        observers = [self.diary, reporter, self.sampling]
-        weights = WeightWatcher(
-            run_dir,
-            self.engines.policy,
-            self.fleet,
-            observers,  # type: ignore[arg-type]
-        )
-        packer = Packer(config, 1, hooks, self.context.losses)
-        self.loop = Orchestrator(
-            self.context, self.sampling, buffer, packer, self.trainer, weights, observers
-        )
-
-
 async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -> None:
     world = World(tmp_path)
     assert await world.loop.run() is None
@@ -298,6 +108,8 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
     assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
     assert world.sampling.dispatcher.num_inflight == 0
+    waits = world.context.waited.take()
+    assert {"wait/orchestrator/trainer_room", "wait/orchestrator/inference"} <= waits.keys()
 
 
 async def test_rollouts_are_cut_before_they_are_scored(tmp_path: Path) -> None:
@@ -315,6 +127,21 @@ async def test_a_rollout_with_no_sampled_token_within_seq_len_has_failed(tmp_pat
     with pytest.raises(RunError, match=r"left nothing to train .*failed"):
         await world.loop.run()
     assert not world.trainer.frames
+    reason = "no sampled token is among the first 2 (seq_len)"
+    assert sorted(world.source.fates[:2]) == [(0.0, reason), (1.0, reason)]
+
+
+async def test_a_source_hears_once_what_became_of_each_of_its_rollouts(tmp_path: Path) -> None:
+    """The sampler rejects every second group."""
+    world = World(tmp_path)
+    world.sampling.sampler.reject = (  # type: ignore[method-assign]
+        lambda group: "dull" if group[0].group_id % 2 else None
+    )
+    assert await world.loop.run() is None
+    groups = [[(0.0, reason), (1.0, reason)] for reason in (None, "dull") * 6]
+    fates = world.source.fates
+    assert fates == [fate for group in groups for fate in group][: len(fates)]
+    assert fates.count((0.0, None)) == 6
 
 
 async def test_a_sample_that_a_plugin_makes_too_long_is_refused(tmp_path: Path) -> None:
@@ -353,6 +180,30 @@ async def test_what_left_nothing_to_train_is_handed_to_the_observers(tmp_path: P
     assert {batch.dropped[id(rollout)] for rollout in batch.seen} == {"post_batch_filters"}
 
 
+async def test_the_status_says_how_many_may_be_in_flight_and_why_and_how_long_the_last_pause_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, max_off_policy_steps=8)
+    world.fleet.serving = [
+        SimpleNamespace(
+            client=SimpleNamespace(last_paused=seconds, health=SimpleNamespace(capacity=None))
+        )
+        for seconds in (0.25, 0.5, None)
+    ]
+    world.sampling.dispatcher.admission.leads._demands = {"e": Demand(rate=2.0, seconds=10.0)}
+    world.sampling.dispatcher.admission.leads._step_seconds = 2.0
+    world.sampling.dispatcher.admission.leads.by_durations = {"e": 5.0}
+    world.sampling.dispatcher.admission.leads.reach.limit = 8.0
+    reports: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        world.context.status, "report", lambda text, **detail: reports.append(detail)
+    )
+    world.sampling.report()
+    # A batch of 4, and 1.25 * 2 * 10
+    assert reports[0]["inflight_limit"] == "29 (a batch, e 2/s x 10 s, and 25% wait)"
+    assert reports[0]["last_pause"] == "0.375 s"
+
+
 async def test_a_stop_while_a_batch_is_scored_waits_for_its_credit(tmp_path: Path) -> None:
     stop = asyncio.get_running_loop().create_future()
 
@@ -388,6 +239,29 @@ async def test_a_stop_ends_with_the_batch_in_training(tmp_path: Path) -> None:
     assert world.diary.lines[-1] == "stopping 1"
     assert asked == [2, 3]  # a resumed run asks for the groups in flight again
     assert world.sampling.dispatcher.num_inflight == 0
+
+
+async def test_a_stop_reaches_every_rank_once_the_last_version_is_published(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    calls: list[tuple[str, int, int]] = []
+
+    async def send(step: int, frames: Sequence[bytes]) -> None:
+        assert all(decode_batch(frame) == (step, []) for frame in frames)
+        calls.append(("send", step, len(frames)))
+
+    async def drain(*version: int) -> None:
+        calls.append(("drain", *version, 0) if version else ("sent", 0, 0))
+
+    loop: Any = world.loop
+    launch = msgspec.structs.replace(loop.context.launch, num_ranks=3)
+    loop.context = replace(loop.context, launch=launch)
+    loop.wire = SimpleNamespace(send=send, drain=drain)
+    loop.weights = SimpleNamespace(drain=drain)
+    loop.buffer.batch.step = 2  # batch 1 was sent
+    assert await loop._end_early() == 1
+    assert calls == [("drain", 1, 0), ("send", 2, 3), ("sent", 0, 0)]
 
 
 async def test_an_error_of_a_plugin_ends_the_run_with_that_error(tmp_path: Path) -> None:
@@ -446,74 +320,7 @@ async def test_a_failed_look_for_a_stop_is_an_error_and_no_stop(tmp_path: Path) 
         await world.loop.run(stop)
 
 
-async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20) -> None:
-    """Run the watchdog for some looks of a second each, on a clock of its own."""
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0)
-    clock = iter(float(second) for second in range(10_000))
-    host = SimpleNamespace(
-        shared=SimpleNamespace(run=world.context, engines=world.engines),
-        num_inflight=lambda: world.sampling.dispatcher.num_inflight,
-        is_scoring=lambda: world.sampling.is_scoring,
-    )
-    watching = watchdog.Watchdog(PluginConfig(), host)  # type: ignore[arg-type]
-    watching._clock = lambda: next(clock)  # type: ignore[method-assign]
-    task = asyncio.create_task(watching.run())
-    for _ in range(looks):
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_the_watchdog_ends_a_run_in_which_nothing_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path)
-    world.context.status.report("sampling batch 5", waiting_for="trainer (weights of step 4)")
-    with pytest.raises(RunError) as caught:
-        await watched(world, monkeypatch)
-    assert str(caught.value) == (
-        "nothing has moved for 5 s (orchestrator.weights_timeout): sampling batch 5, waiting for "
-        "trainer (weights of step 4). The engines have version 0. See logs/latest/trainer.log."
-    )
-
-
-@pytest.mark.parametrize("busy", ["scoring", "evaluating", "sampling", "loading", "training"])
-async def test_the_watchdog_waits_while_work_is_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
-) -> None:
-    world = World(tmp_path)
-    world.sampling.is_scoring = busy == "scoring"
-    world.engines.policy.evaluated = 0.5 if busy == "evaluating" else None
-    world.engines.policy.is_loading = busy == "loading"
-    if busy == "sampling":
-        monkeypatch.setattr(Dispatcher, "num_inflight", 1)
-    if busy == "training":  # a step may take longer than orchestrator.weights_timeout
-        trainer = Status(tmp_path / "status" / "trainer.json")
-        trainer.report("training", step=4.0)
-    await watched(world, monkeypatch)
-
-
 # -- what trains is what was requested ------------------------------------------------------------
-
-
-class Simulated(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next event: no test waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(selector := selectors.DefaultSelector())
-        select = selector.select
-
-        def jump(timeout: float | None = None) -> Any:
-            assert timeout is not None, "nothing will ever happen"
-            self.now += timeout
-            return select(0)
-
-        selector.select = jump  # type: ignore[method-assign]
-
-    def time(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(("lag", "over"), [(1, 1.0), (2, 1.0), (1, 1.5)])
@@ -524,23 +331,12 @@ def test_the_lengths_that_train_are_those_that_were_requested(
     one in a hundred longer than 20. Two-sample Kolmogorov-Smirnov test at the level 0.001."""
     chance, seconds = random.Random(0), []
 
-    class Trains(Trainer):
-        """One second for each batch."""
-
-        free = 0.0
-
-        async def send(self, step: int, frames: Sequence[bytes]) -> None:
-            loop, send = asyncio.get_running_loop(), super().send
-            self.free = max(self.free, loop.time()) + 1.0
-            loop.call_at(self.free, lambda: loop.create_task(send(step, frames)))
-
     async def simulate() -> World:
         world = World(
             tmp_path, max_steps=60, batch_size=16, oversampling_factor=over,
             max_off_policy_steps=lag, max_inflight_rollouts=64,
         )  # fmt: skip
-        trainer = Trains(tmp_path)
-        world.loop.wire = trainer
+        world.loop.wire = TimedTrainer(tmp_path, seconds=1.0)
 
         async def produce(ask: RolloutRequest) -> Sequence[Any]:
             seconds.append(min(0.5 * chance.paretovariate(1.3), 60.0))
@@ -567,3 +363,17 @@ def test_the_lengths_that_train_are_those_that_were_requested(
     if over == 1.0:
         assert sorted(r.reward for r in trained) == sorted(seconds)  # none was dropped
         assert world.sampling.dispatcher.counts["cancelled"] == 0
+
+
+async def test_observers_hear_how_many_rollouts_of_each_env_new_weights_made_too_old() -> None:
+    lost: list[tuple[str, str, int]] = []
+
+    async def drop_stale(version: int) -> dict[str, int]:
+        return {"a": 3, "b": 1} if version == 7 else {}
+
+    listener = SimpleNamespace(rollouts_lost=lambda *more: lost.append(more))
+    sampling = Sampling.__new__(Sampling)
+    sampling.dispatcher = SimpleNamespace(drop_stale=drop_stale)  # type: ignore[assignment]
+    sampling._installed = [listener]  # type: ignore[list-item]
+    await sampling.version_pending(7)
+    assert lost == [("a", "cancelled", 3), ("b", "cancelled", 1)]

@@ -1,13 +1,19 @@
 """The orchestrator's process: how it ends."""
 
 import asyncio
+import os
+import signal
+from contextlib import suppress
 
+import msgspec
 import pytest
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import EngineError
+from prime_rl.errors import EngineError, RunError
 from prime_rl.orchestrator import __main__ as process
+from prime_rl.orchestrator.__main__ import ENDED
 from prime_rl.plugins.status import read_status
+from prime_rl.registry.calls import running
 from prime_rl.rundir.control import STOP
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import Launch
@@ -105,3 +111,64 @@ async def test_a_taskset_that_cannot_be_imported_fails_before_the_model_is_waite
     assert error.startswith("env 'a': ")
     assert "(No module named 'a_helper_beside_the_script'). The processes of a run" in error
     assert "PYTHONPATH" in error
+
+
+@pytest.mark.parametrize("how", ["terminated", "cancelled_inside", "stopped_first", "failed"])
+async def test_the_exit_code_tells_a_run_that_is_done_from_one_that_was_ended(
+    run_dir, monkeypatch, how
+):
+    async def run_it(run_dir, config, status):
+        if how == "terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        if how == "failed":
+            raise EngineError("no engine answers")
+        if how == "stopped_first":
+            status.report(DONE, last_step=0)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(process, "_run", run_it)
+    config = RunConfig.model_validate({"model": {"name": "m"}, "max_steps": 1})
+    loop = asyncio.get_running_loop()
+    try:
+        code = await process._supervised(run_dir, config)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.set_exception_handler(None)
+    expected = {"terminated": ENDED, "cancelled_inside": 1, "stopped_first": 0, "failed": 1}
+    assert code == expected[how]
+    report = read_status(run_dir / "status" / "orchestrator.json")
+    error = None if report is None else report.detail.get("error")
+    assert error == {
+        "cancelled_inside": "an environment or a plugin raised CancelledError, or cancelled all "
+        "tasks",
+        "failed": "no engine answers",
+    }.get(how)
+
+
+def test_an_error_of_a_plugin_is_reported_with_its_name(run_dir):
+    status = Status(run_dir / "status" / "orchestrator.json")
+
+    class Odd:
+        pass
+
+    error = RunError("no score")
+    with suppress(RunError), running("odd", hook="score_group", owner=Odd()):
+        raise error
+    process._report(error, status)
+    assert status.last.detail["error"] == "plugin 'odd', score_group: no score"
+
+
+def test_a_stop_while_starting_names_the_step_before_the_first(run_dir):
+    async def stopped():
+        status = Status(run_dir / "status" / "orchestrator.json")
+        launch = msgspec.structs.replace(Launch.read(run_dir), first_step=5)
+        stop = asyncio.ensure_future(asyncio.sleep(0))
+        try:
+            with process._cancelled_by(stop, launch, status):
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return status.last
+
+    last = asyncio.run(stopped())
+    assert (last.state, last.detail["last_step"]) == (DONE, 4)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,21 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, Sample, StreamError
+from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.packer import (
     Packer,
     alone,
     batch_frames,
+    batch_to_pack,
+    check_routes,
     pack,
-    packing_of,
+    pack_ranks,
     plan_rows,
 )
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Batch
-from prime_rl.streams import STREAMS
+from prime_rl.streams import ROUTES, STREAMS, concatenate, is_absent
 from prime_rl.testing import make_rollout
 from prime_rl.wire import decode_batch
-from prime_rl_app.config import build_config
+from prime_rl.wire.micro_batch import MEASURED
 
 FILLS = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0,
          "ref_logprobs": np.nan}  # fmt: skip
@@ -207,7 +211,7 @@ def test_the_trainer_gets_the_lag_of_each_token_if_the_batch_has_several(version
         rollouts.append(
             Rollout(env="a", example_id=0, group_id=number, reward=1.0, samples=[sample])
         )
-    packing = packing_of(6, rollouts, installed_losses(), 16)
+    packing = batch_to_pack(6, rollouts, installed_losses(), 16)
     _, (row,) = decode_batch(batch_frames(packing, 16)[0])
     column = row.streams.get("policy_lag")
     assert (None if column is None else column.tolist()) == lag
@@ -285,7 +289,7 @@ def test_columns_of_the_orchestrator_stay_off_the_wire():
 
 def test_a_batch_of_few_groups_has_fewer_minibatches_and_says_so(caplog):
     tables = {"model": {"name": "m"}, "max_steps": 1, "seq_len": 10}
-    config = build_config({**tables, "trainer": {"minibatches": 3}})
+    config = RunConfig.model_validate({**tables, "trainer": {"minibatches": 3}})
     # Five tokens each: rows of two, and groups of three, one and two rollouts.
     rollouts = [
         make_rollout(float(n), group_id=group) for n, group in enumerate([2, 2, 2, 5, 7, 7])
@@ -305,3 +309,89 @@ def test_a_batch_of_few_groups_has_fewer_minibatches_and_says_so(caplog):
         "step 4: the batch has 2 groups, which are not split, so it has 2 minibatches instead "
         "of 3 (trainer.minibatches)"
     ]
+
+
+def test_a_run_packs_rows_of_its_capacity_for_each_of_its_ranks_and_what_is_measured_apart():
+    """Rollouts of five tokens: four train, in one row of ten for each rank; one is measured."""
+    tables = {"model": {"name": "m"}, "max_steps": 1, "seq_len": 5}
+    config = RunConfig.model_validate({**tables, "trainer": {"micro_batch_tokens": 10}})
+    rollouts = [make_rollout(float(number), group_id=number) for number in range(5)]
+    for rollout in rollouts:
+        rollout.assign_advantages(rollout.reward)
+
+    batch = Batch(1, kept=rollouts[:4], measured=rollouts[4:])
+    frames = Packer(config, 2, Hooks(), installed_losses()).pack(batch)
+    ranks = [decode_batch(frame)[1] for frame in frames]
+    lengths = [[(row.minibatch, row.sequence_lengths.tolist()) for row in rows] for rows in ranks]
+    assert lengths == [[(0, [5, 5]), (MEASURED, [5])], [(0, [5, 5]), (MEASURED, [1])]]
+    trained = {a for rows in ranks for a in rows[0].advantages[rows[0].loss_mask]}
+    row = ranks[0][1]
+    assert trained == {0.0, 1.0, 2.0, 3.0}
+    assert set(row.advantages[row.loss_mask]) == {4.0}
+
+
+def test_ranks_that_compute_a_row_together_get_the_same_one() -> None:
+    tables = {"model": {"name": "m"}, "max_steps": 1, "seq_len": 5}
+    config = RunConfig.model_validate({**tables, "trainer": {"context_parallel": 2}})
+    rollouts = [make_rollout(float(number), group_id=number) for number in range(2)]
+    for rollout in rollouts:
+        rollout.assign_advantages(rollout.reward)
+    batch = Batch(1, kept=rollouts)
+
+    first, second, third, fourth = Packer(config, 4, Hooks(), installed_losses()).pack(batch)
+    assert first == second != third == fourth
+    assert [len(decode_batch(frame)[1]) for frame in (first, third)] == [1, 1]
+
+
+def routed(length, expert):
+    sample = make_rollout(prompt=1, completion=length - 1).samples[0]
+    if expert is not None:
+        sample.routed_experts = np.full((length, 2, 2), expert, np.uint8)
+        sample.routed_experts[..., 1] += 1
+    return sample
+
+
+def test_routes_lie_end_to_end_and_tokens_without_have_the_highest_number():
+    packing = replace(alone([routed(3, 4), routed(2, None)], ["a", "a"]), needs=frozenset({ROUTES}))
+    ((row,),) = pack_ranks(packing, capacity=8)
+    assert row.streams[ROUTES].dtype == np.uint8
+    assert row.streams[ROUTES][:, 1].tolist() == [[4, 5]] * 3 + [[255, 255]] * 2
+    assert is_absent(row.streams[ROUTES]).tolist() == [False] * 3 + [True] * 2
+
+
+def test_routes_are_not_sent_to_a_trainer_that_does_not_replay_them():
+    ((row,),) = pack_ranks(alone([routed(3, 4)], ["a"]), capacity=8)
+    assert ROUTES not in row.streams
+
+
+def test_a_run_that_replays_routes_sends_them_with_what_is_measured_too():
+    tables = {"model": {"name": "m"}, "max_steps": 1, "seq_len": 5}
+    config = RunConfig.model_validate({**tables, "trainer": {"router_replay": True}})
+    rollouts = [make_rollout(float(number), group_id=number) for number in range(2)]
+    for expert, rollout in enumerate(rollouts):
+        rollout.assign_advantages(rollout.reward)
+        rollout.samples = [routed(5, expert)]
+
+    batch = Batch(1, kept=rollouts[:1], measured=rollouts[1:])
+    (frame,) = Packer(config, 1, Hooks(), installed_losses()).pack(batch)
+    trained, measured = decode_batch(frame)[1]
+    assert measured.minibatch == MEASURED
+    for expert, row in enumerate((trained, measured)):
+        assert row.streams[ROUTES][:, 1].tolist() == [[expert, expert + 1]] * 5
+
+
+def test_routes_of_two_widths_become_the_wider_one():
+    narrow = np.zeros((1, 2, 2), np.uint8)
+    wide = np.full((1, 2, 2), 300, np.uint16)
+    joined = concatenate([(1, narrow), (1, wide), (1, None)], ROUTES)
+    assert joined.dtype == np.uint16
+    assert joined[:, 0, 0].tolist() == [0, 300, 65535]
+    assert is_absent(joined).tolist() == [False, False, True]
+
+
+def test_a_rollout_of_the_policy_without_routes_ends_a_run_that_replays_them():
+    rollout = make_rollout()
+    with pytest.raises(StreamError, match="--enable-return-routed-experts"):
+        check_routes([rollout])
+    rollout.source = "frozen"  # imitated: its model has other experts
+    check_routes([rollout])

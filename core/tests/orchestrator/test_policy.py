@@ -14,7 +14,8 @@ from waiting import LIMIT, until
 from prime_rl import EngineError, Observer, RunError
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.timing import RetryPolicy
-from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
+from prime_rl.orchestrator import policy
+from prime_rl.orchestrator.policy import LivePolicy, WeightWatcher, newest_version
 from prime_rl.weights.versions import Weights
 
 ONCE = RetryPolicy(attempts=1)
@@ -102,7 +103,7 @@ def test_only_a_complete_version_counts(tmp_path):
 
 
 async def test_waiting_for_a_version_ends_with_it_or_a_later_one():
-    policy = Policy(0)
+    policy = LivePolicy(0)
     waiting = asyncio.create_task(policy.wait_for(2))
     await policy.advance(1)
     await asyncio.sleep(0)
@@ -121,7 +122,7 @@ class Watch(Observer):
     def __init__(self, run_dir, fleet, engine, version=0):
         self.events = []
         engine.on_update = lambda: self.events.append("update")
-        self.policy = Policy(version)
+        self.policy = LivePolicy(version)
         self.watcher = WeightWatcher(run_dir, self.policy, fleet, [self])
 
     async def version_pending(self, version):
@@ -173,7 +174,8 @@ async def test_the_order_of_an_update(tmp_path):
     assert engine.key == "Bearer k"
     metrics = watch.watcher.take_metrics()
     assert metrics["watcher/update_count"] == 1
-    assert metrics["watcher/last_update_weights_time"] > 0
+    assert metrics["watcher/last_update_weights_time"] > metrics["time/engines_paused"] > 0
+    assert watch.watcher.take_metrics()["time/engines_paused"] == 0.0
 
 
 async def test_versions_are_skipped_and_steps_are_not(tmp_path):
@@ -185,6 +187,10 @@ async def test_versions_are_skipped_and_steps_are_not(tmp_path):
             publish(tmp_path, version)
         await watch.until(3)
     assert watch.events == ["step 1", "step 2", "step 3", "pending 3", "update", "version 3 (3)"]
+    metrics = watch.watcher.take_metrics()
+    assert metrics["watcher/update_count"] == 1 and metrics["watcher/policy_version"] == 3
+    watch.watcher._num_updates = 5
+    assert watch.watcher.take_metrics()["watcher/update_count"] == 5.0
 
 
 async def test_an_old_or_incomplete_version_is_ignored(tmp_path):
@@ -237,7 +243,7 @@ def drained(tmp_path, version, within=60.0):
     (tmp_path / "broadcasts").mkdir(exist_ok=True)
     steps = []
     observer = SimpleNamespace(step_trained=lambda step, metrics: steps.append(step))
-    watcher = WeightWatcher(tmp_path, Policy(0), None, [observer])
+    watcher = WeightWatcher(tmp_path, LivePolicy(0), None, [observer])
     return asyncio.create_task(watcher.drain(version, within)), steps
 
 
@@ -275,11 +281,45 @@ async def test_a_steps_metrics_are_read_once_though_old_lines_become_shorter(tmp
     ]
 
 
+async def test_a_damaged_line_of_the_trainer_hides_no_other_step(tmp_path, caplog):
+    engine = Engine()
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
+        log_steps(tmp_path, 1)
+        with (tmp_path / "trainer.jsonl").open("ab") as file:
+            file.write(b'[]\n{"step": "2"}\nnull\n\xff\n{"step": 2, "metr\n' + b"[" * 9999 + b"\n")
+        log_steps(tmp_path, 2)
+        publish(tmp_path, 2)
+        await watch.until(2)
+    assert [each for each in watch.events if each.startswith("step")] == ["step 1", "step 2"]
+    assert caplog.text.count("trainer.jsonl: a line is left out") == 6
+
+
 async def test_last_weights_that_do_not_come_end_the_stop_with_an_error(tmp_path):
     (publish(tmp_path, 1) / "model.safetensors").touch()
     draining, _ = drained(tmp_path, 2, within=0.1)
-    with pytest.raises(RunError, match=r"weights of step 2, .* after 0\.1 s .*weights_timeout"):
+    with pytest.raises(RunError, match=r"weights of step 2, .* after 0\.1 s in which the trainer"):
         await asyncio.wait_for(draining, 60)
+
+
+async def test_each_version_that_comes_renews_the_time_for_the_last(tmp_path, monkeypatch):
+    """At each look 4 seconds have passed, of 10; a version comes with every other one."""
+    clock = SimpleNamespace(now=0.0, looks=0)
+
+    def look(run_dir):
+        clock.now += 4.0
+        clock.looks += 1
+        if clock.looks % 2 == 0:
+            folder = publish(tmp_path, clock.looks // 2, stable=False)
+            (folder / "model.safetensors").touch()
+            (folder / "STABLE").touch()
+        return False
+
+    monkeypatch.setattr(policy, "trainer_works", look)
+    monkeypatch.setattr(policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    draining, _ = drained(tmp_path, 3, within=10.0)
+    await asyncio.wait_for(draining, LIMIT)
+    assert clock.looks == 6
 
 
 async def test_versions_in_the_trainers_memory_are_requested_as_files(tmp_path):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prime_rl import Sample
 from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.packer import (
-    Packing,
-    Piece,
+    BatchToPack,
+    SampleToPack,
     alone,
     batch_frames,
     pack,
@@ -184,8 +184,8 @@ def test_the_costliest_group_comes_first():
 def test_every_rank_gets_equally_many_rows_of_each_minibatch():
     samples = enumerate(zip(map(made, (9, 9, 3, 3, 3, 9, 8)), "abcdefg", strict=True))
     parts = [[1, 4, 5, 6], [0, 2, 3]]  # rows of ten tokens: three, so two for each rank; and two
-    pieces = [Piece(s, env, group=int(i in parts[1])) for i, (s, env) in samples]
-    packing = Packing(pieces, [[i] for i in range(7)], step=4)
+    pieces = [SampleToPack(s, env, group=int(i in parts[1])) for i, (s, env) in samples]
+    packing = BatchToPack(pieces, [[i] for i in range(7)], step=4)
     decoded = [decode_batch(frame)[1] for frame in batch_frames(packing, 10, 2, 0.0, 2)]
     assert [[row.minibatch for row in rows] for rows in decoded] == [[0, 0, 1]] * 2
     for number, part in enumerate(parts):

@@ -24,8 +24,21 @@ def back(folder, *rollouts, dropped=None):
     )
     found = decode_rollouts(path)
     assert found["step"] == 3 and found["waiting"] == found["frames"] == []
-    again, reasons = zip(*found["rollouts"], strict=True)
-    return list(again), list(reasons)
+    stored = found["rollouts"]
+    return [each.rollout for each in stored], [each.dropped_by for each in stored]
+
+
+def test_what_each_filter_said_comes_back_with_the_rollout_that_it_dropped(tmp_path):
+    low, fine = full(), full()
+    said = {"low": "0.25 < 1.0", "lower": "0.25 < 0.5"}
+    content = encode_rollouts(
+        3, [(low, "pre_batch_filters"), (fine, None)], objections={id(low): said}
+    )
+    (tmp_path / "file").write_bytes(content)
+    dropped, kept = decode_rollouts(tmp_path / "file")["rollouts"]
+    assert (dropped.dropped_by, dropped.objections) == ("pre_batch_filters", said)
+    assert dropped.why_dropped == "low: 0.25 < 1.0; lower: 0.25 < 0.5"
+    assert (kept.dropped_by, kept.objections, kept.why_dropped) == (None, {}, "")
 
 
 def full():

@@ -1,6 +1,7 @@
 """The reporter: the metrics of a step for the monitors, and the hooks of a step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from prime_rl import Monitor, PluginConfig, hookimpl
 from prime_rl.orchestrator.reporter import Reporter
@@ -79,3 +80,19 @@ def test_the_hooks_of_a_step_are_called():
     reporter.step_trained(3, {"time/step": 2.0})
     reporter.version_served(3)
     assert Plugin.calls == [(3, {"time/step": 2.0}), 3]
+
+
+async def test_seconds_are_since_the_first_batch_and_since_the_last_one(monkeypatch):
+    clock = SimpleNamespace(now=3.0)
+    fake = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr("prime_rl.orchestrator.reporter.time", fake)
+    monitor = Inline()
+    reporter = Reporter(Hooks(), [monitor])
+    clock.now = 10.0
+    await reporter.before_training()
+    clock.now = 14.0
+    reporter.batch_sent(Batch(1))
+    assert (monitor.last["progress/seconds"], monitor.last["time/step"]) == (4.0, 4.0)
+    clock.now = 20.5
+    reporter.batch_sent(Batch(2))
+    assert (monitor.last["progress/seconds"], monitor.last["time/step"]) == (10.5, 6.5)

@@ -32,6 +32,7 @@ from prime_rl.orchestrator.sources import (
     ExternalSource,
     RolloutFailed,
     RolloutRequest,
+    RolloutSource,
     Sampled,
     SampledFrozen,
 )
@@ -57,7 +58,8 @@ BRANCH = BranchTokens(
 )
 GOOD = RolloutResult(ok=True, reward=0.5, branches=[BRANCH], agent="solver")
 REFUSED = RolloutResult(ok=False, error_type="ProviderError", error="gone", status_code=400)
-AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)
+AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=500)
+OVERLOADED = RolloutResult(ok=False, error_type="ProviderError", error="full", status_code=503)
 
 
 class Examples:
@@ -200,7 +202,8 @@ async def test_a_plan_is_checked_again_and_the_runs_own_settings_stay():
 
 async def test_a_temperature_that_the_algorithm_cannot_learn_at_is_refused():
     algorithm = Curious(PluginConfig())
-    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=scope("a", Hooks(), [algorithm]))
+    hooks = scope("a", Hooks(), [algorithm])
+    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=hooks, group_size=1, limits=None)
     env.group_size = 8
     await prepare(env, RolloutPlan(member=1))
     algorithm.needs_temperature = 1.0
@@ -218,7 +221,7 @@ async def test_members_beyond_a_lowered_group_size_are_not_sampled():
 
     algorithm = Fewer(PluginConfig())
     hooks = scope("a", Hooks(), [algorithm])
-    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=hooks, group_size=4)
+    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=hooks, group_size=4, limits=None)
     source, ran = live(GOOD)
     asks = [replace(ASK, member=m, prepare=partial(prepare, env)) for m in range(4)]
     assert [len(await source.produce(ask)) for ask in asks] == [1, 1, 0, 0]
@@ -264,6 +267,7 @@ def trace_of(message, tools=()):
     return SimpleNamespace(
         messages=[message],
         nodes=[SimpleNamespace(tools=tools)],
+        branches=[SimpleNamespace(tools=tools)],
         task=SimpleNamespace(data=data),
     )
 
@@ -393,6 +397,13 @@ async def test_an_endpoint_that_is_there_and_keeps_failing_is_a_failure_in_the_e
     assert len(env.calls) == 5
 
 
+async def test_an_endpoint_that_has_no_room_is_asked_until_it_has(there, monkeypatch, frozen):
+    source, env = frozen(there, *[OVERLOADED] * 12, GOOD)
+    monkeypatch.setattr(source.pool, "_pause", RetryPolicy(first_wait=0.001, longest_wait=0.01))
+    await source.produce(ASK)
+    assert len(env.calls) == 13
+
+
 async def test_no_more_episodes_at_once_than_the_model_may_have(there, frozen):
     class Slow(Env):
         running, most = 0, 0
@@ -431,3 +442,10 @@ def test_a_source_may_have_examples_of_its_own():
 
     assert ExternalSource("a", Env([]), Own(PluginConfig())).task(0) == {"prompt": "its own"}
     assert ExternalSource("a", Env([]), Shelf(PluginConfig())).task(1) == {"prompt": "word 1"}
+
+
+def test_only_an_installed_source_can_have_nothing_to_give():
+    assert RolloutSource().is_ready()
+    for has_more in (True, False):
+        source = SimpleNamespace(is_ready=has_more)
+        assert ExternalSource("e", None, source).is_ready() is has_more

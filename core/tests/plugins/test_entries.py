@@ -1,11 +1,15 @@
 """Entry points: one function reads them, and it leaves out what is disabled."""
 
 import re
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
 from prime_rl.entries import DISABLE, entries, installed_entries, leaving_out
+from prime_rl.registry.manager import plugin_names
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "core" / "src" / "prime_rl" / "entries.py"
@@ -84,3 +88,29 @@ def test_entries_are_in_the_order_of_their_names_and_chosen_by_name(install):
     install("several", "[prime_rl.mine]\nb = m:b\na = m:a\nc = m:c\n")
     assert [entry.name for entry in entries("prime_rl.mine")] == ["a", "b", "c"]
     assert [entry.value for entry in entries("prime_rl.mine", "b")] == ["m:b"]
+
+
+def test_what_is_installed_is_scanned_again_only_when_a_distribution_comes_or_goes(
+    install, tmp_path, monkeypatch
+):
+    scans = []
+    monkeypatch.setattr("prime_rl.entries.entry_points", lambda: scans.append(1) or entry_points())
+    install("first", "[prime_rl.mine]\na = m:a\n[prime_rl.other]\nb = m:b\n")
+    assert [entry.name for entry in entries("prime_rl.mine")] == ["a"]
+    assert [entry.name for entry in entries("prime_rl.other")] == ["b"]
+    assert [entry.name for entry in entries("prime_rl.mine")] == ["a"]
+    assert len(scans) == 1
+    install("second", "[prime_rl.mine]\nc = m:c\n")
+    assert [entry.name for entry in entries("prime_rl.mine")] == ["a", "c"]
+    rmtree(tmp_path / "site" / "first-0.1.dist-info")
+    assert [entry.name for entry in entries("prime_rl.mine")] == ["c"]
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path / "site")])
+    assert entries("prime_rl.mine") == []
+    assert len(scans) == 4
+
+
+def test_what_can_be_left_out_is_every_plugin_and_every_distribution_but_core():
+    names = plugin_names()
+    assert {"core-parts", "parts"} <= names
+    assert "prime-rl-core" not in names
+    assert not [name for name in names if "." in name]  # no entry of prime_rl.known

@@ -152,7 +152,7 @@ def test_a_wrapper_logs_under_its_own_name_when_what_it_wraps_fails():
 def test_a_filter_and_the_wrapper_around_it():
     slot = FilterSlot("post_batch_filters", hooks_of_a_run(), [(Low(PluginConfig()), True)])
     with logged_metrics() as metrics:
-        dropped = [slot.objectors(make_rollout(reward)) for reward in (1.0, 0.0, 0.25)]
+        dropped = [list(slot.objectors(make_rollout(reward))) for reward in (1.0, 0.0, 0.25)]
     assert dropped == [[], ["low"], ["low"]]
     assert metrics == pytest.approx({
         "plugin/low/seen": 1.25 / 3, "plugin/halve/asked": 1.25 / 3, "plugin/halve/reasons": 2 / 3,

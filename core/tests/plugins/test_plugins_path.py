@@ -1,12 +1,10 @@
 """Where the processes of a run find modules."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 from prime_rl.registry.import_path import import_function
-from prime_rl_app.commands import PYTHON
 
 
 def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatch):
@@ -21,11 +19,3 @@ def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatc
     finally:
         sys.modules.pop("my_credit", None)
     assert sys.path == before
-
-
-def test_the_processes_of_a_run_have_no_working_directory_on_their_path(tmp_path):
-    (tmp_path / "asyncio.py").write_text("raise SystemExit(9)")
-    command = [*PYTHON, "prime_rl.rundir.control"]  # it imports asyncio
-    without = [part for part in command if part != "-P"]
-    ended = [subprocess.run(each, cwd=tmp_path).returncode for each in (command, without)]
-    assert ended == [0, 9]

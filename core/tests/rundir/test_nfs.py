@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.orchestrator.policy import Policy, WeightWatcher
+from prime_rl.orchestrator.policy import LivePolicy, WeightWatcher
 from prime_rl.rundir.control import STOP, stop_asked
 from prime_rl.rundir.launch import READY, wait_for_model
 from prime_rl.trainer.publish import Broadcaster
@@ -68,7 +68,7 @@ class Loads:
 
 
 async def version_one(run_dir: Path) -> None:
-    policy = Policy(0)
+    policy = LivePolicy(0)
     watching = asyncio.create_task(WeightWatcher(run_dir, policy, Loads(), []).run())  # type: ignore[arg-type]
     await policy.wait_for(1)
     watching.cancel()

@@ -1,17 +1,14 @@
 """The choice of a chat template in the run directory, and its warnings."""
 
-import io
 import json
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from prime_rl import PluginConfig, RendererOffer
 from prime_rl.orchestrator import __main__ as orchestrator
 from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.chat_template import put_chat_template, read_chat_template, write_chat_template
-from prime_rl_tools.view.ending import print_summary
 
 
 @pytest.fixture
@@ -37,10 +34,6 @@ def test_a_renderer_that_compares_nothing_is_reported(run_dir, monkeypatch, capl
     assert chosen.text is None
     assert "Renderer 'plain' compares no template with its own output" in chosen.warning
     assert chosen.warning in caplog.text
-    summary = {"sampled_reward": {"first": None}, "eval": {"after": []}, "plot": "x.png"}
-    console = Console(record=True, width=400, file=io.StringIO())
-    print_summary(console, run_dir, summary)
-    assert f"WARNING  {chosen.warning}" in console.export_text()
 
 
 def test_a_template_in_the_tokenizers_config_is_replaced_too(run_dir, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from waiting import exists
 
 from prime_rl import RunError
-from prime_rl.rundir.checkpoints import STABLE, durable, finished
+from prime_rl.rundir.checkpoints import CHECKSUMS, durable, finished
 from prime_rl.rundir.control import Stop, Supervisor, start_of, supervised
 
 
@@ -47,7 +47,7 @@ def trained(run_dir, last, text=""):
 def saved(run_dir, step):
     folder = finished(run_dir, step).directory
     folder.mkdir(parents=True)
-    (folder / STABLE).touch()
+    (folder / CHECKSUMS).touch()
 
 
 def test_what_is_durable_names_the_newest_checkpoint_and_the_steps_that_are_repeated(tmp_path):

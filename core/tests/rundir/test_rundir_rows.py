@@ -2,6 +2,9 @@
 
 import json
 import logging
+import math
+import re
+from typing import TypedDict
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +13,14 @@ from hypothesis import strategies as st
 from prime_rl.errors import RunError
 from prime_rl.rundir.chat_template import CHOICE, read_chat_template
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.rows import last_lines, parse_row, read_rows, whole_lines
+from prime_rl.rundir.rows import (
+    last_lines,
+    metrics_of,
+    parse_row,
+    read_rows,
+    read_table,
+    whole_lines,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -36,7 +46,7 @@ def test_a_line_of_another_shape_is_named_and_left_out(tmp_path, line, caplog):
     with caplog.at_level(logging.WARNING):
         rows = read_rows(path)
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["y"] == [3]
-    assert f"{path}, line 3 is left out: " in caplog.text
+    assert f"{path}: a line is left out: line 3" in caplog.text
 
 
 @pytest.mark.parametrize("line", BAD)
@@ -91,3 +101,49 @@ def test_a_damaged_record_is_an_error_with_its_path(tmp_path, text):
         (tmp_path / name).write_bytes(text)
         with pytest.raises(RunError, match=f"{name} cannot be read"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"[]", "expected `object`, found `array`"),
+        (b"{}", "expected an object with the key `a`"),
+        (b'{"a": "x"}', "expected `float`, found `str` - at `$.a`"),
+        (
+            b'{"a":\n\n1,}',
+            "line 3, column 3: expected property name",
+        ),
+        (b'{"a": 1}\n{}', "line 2, column 1: expected the end of the text, found '{}'"),
+        (b'{"a": 1}\n\n\xff', "line 3: expected UTF-8, found the byte 0xff"),
+        (b"[" * 99_999, "line 1: expected JSON, found a value nested too deeply"),
+        (b'{"a": 1' + b"0" * 400 + b"}", "Number out of range - at `$.a`"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "line 1: expected JSON, found a number too long to read"),
+        (b'{"a": 1, "b": "\\ud800"}', r"expected text, found '\ud800'"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_told_with_its_place(tmp_path, text, said):
+    path = tmp_path / "table.json"
+    path.write_bytes(text)
+    with pytest.raises(RunError, match=f"^{re.escape(f'{path} cannot be read: {said}')}"):
+        read_table(path, TypedDict("Table", {"a": float}))
+
+
+def test_a_table_keeps_the_keys_that_its_shape_does_not_name(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1, "b": NaN}\r\n')
+    table = read_table(path, TypedDict("Table", {"a": float}))
+    assert table["a"] == 1 and math.isnan(table["b"])
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_table(path)
+    path.mkdir()
+    with pytest.raises(RunError, match=r"table\.json cannot be read: Is a directory"):
+        read_table(path)
+    with pytest.raises(RunError, match=r"table\.json cannot be read: Is a directory"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("value", [10**400, 2**63, "1e5", [], {}, True])
+def test_a_metric_is_a_number_of_64_bits(value):
+    row = {"step": 2, "x": value, "y": None, "z": math.inf}
+    assert metrics_of(row) == {"step": 2, "y": None, "z": math.inf}

@@ -127,7 +127,7 @@ def test_a_run_that_is_stopped_after_three_steps_saves_them_unrounded(
     assert same(resumed, straight)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_checkpoint_before_the_first_step_that_trains_changes_nothing(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch], pack: Any, kind: str
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, Rollout, Sample, hookimpl
 from prime_rl.config.trainer import LossTable, TrainerConfig
 from prime_rl.errors import ConfigError, PluginError, StreamError
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry import components
@@ -55,7 +55,7 @@ def rollout_of(env: str, group: int = 0, num_samples: int = 1) -> Rollout:
 
 
 def packed(losses: Components, *rollouts: Rollout, capacity: int = 32) -> list[MicroBatch]:
-    (frame,) = batch_frames(packing_of(1, rollouts, losses, capacity), capacity)
+    (frame,) = batch_frames(batch_to_pack(1, rollouts, losses, capacity), capacity)
     return decode_batch(frame)[1]
 
 
@@ -66,7 +66,7 @@ def train(losses: Components, *rows: MicroBatch) -> None:
 
 
 def load(**trainer: Any) -> Components:
-    config = TrainerConfig.model_validate({"loss": {"type": "default"}} | trainer)
+    config = TrainerConfig.model_validate({"loss": {"type": "plain"}} | trainer)
     return Components.load(config, load_plugins(TRAINER_GROUP))
 
 
@@ -91,11 +91,11 @@ def test_a_declaration_that_nothing_would_follow_is_refused(
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"losses": {"clip": {}}}, r"trainer.losses.clip: no installed .* mean 'ppo_clip'\?"),
-        ({"losses": {"ppo_clip": {"clip_eps_hi": 1}}}, r"ppo_clip.*clip_eps_hi: unknown key"),
+        ({"losses": {"clip": {}}}, r"trainer.losses.clip: no installed .* mean 'clipped'\?"),
+        ({"losses": {"clipped": {"clip_eps_hi": 1}}}, r"clipped.*clip_eps_hi: unknown key"),
         ({"losses": {"rl": {}}}, r'trainer.losses.rl: "rl" is the loss of \[trainer.loss\]'),
-        ({"losses": {"ppo_clip": {"constant": 9}}}, "ppo_clip.constant: .* divided by its tokens"),
-        ({"loss": {"type": "default", "constant": 9}}, r"trainer.loss.constant: .* its tokens"),
+        ({"losses": {"clipped": {"constant": 9}}}, "clipped.constant: .* divided by its tokens"),
+        ({"loss": {"type": "plain", "constant": 9}}, r"trainer.loss.constant: .* its tokens"),
     ],
 )
 def test_a_table_that_nothing_would_read_is_refused(trainer: dict[str, Any], message: str) -> None:
@@ -116,10 +116,10 @@ def test_keys_of_a_table_that_contradict_each_other_are_refused(table: dict[str,
 
 def test_a_further_loss_has_a_divisor_per_env_if_the_rl_loss_has_unless_it_says_otherwise() -> None:
     losses = load(
-        loss={"type": "default", "normalize_by": "env"},
-        losses={"ppo_clip": {"normalize_by": "sequences"}, "cispo": {"per_env": False}},
+        loss={"type": "plain", "normalize_by": "env"},
+        losses={"clipped": {"normalize_by": "sequences"}, "plain": {"per_env": False}},
     )
-    assert [(losses[n].unit, losses[n].per_env) for n in ("rl", "ppo_clip", "cispo", "ce")] == [
+    assert [(losses[n].unit, losses[n].per_env) for n in ("rl", "clipped", "plain", "ce")] == [
         *(("tokens", True), ("sequences", True), ("tokens", False), ("tokens", True)),
     ]
 
@@ -164,7 +164,7 @@ def test_an_integer_default_stands_in_for_ids_in_any_row() -> None:
 
 def test_the_rl_loss_may_report_metrics_under_its_own_name() -> None:
     losses = Components(installed_losses().tables, installed_losses().installed)
-    loss = loss_of(name="cispo")  # as the installed one of that name
+    loss = loss_of(name="clipped")  # as the installed one of that name
     train(losses.with_rl(loss), *packed(losses.with_rl(loss), rollout_of("a")))
     other = loss_of()
     other.name = "plain"
@@ -187,7 +187,7 @@ def test_a_stream_that_no_loss_of_its_tokens_reads_is_refused() -> None:
     stamp(read, "rl", losses)
 
 
-@pytest.mark.parametrize("action_loss", ["rl", "ppo_clip"])
+@pytest.mark.parametrize("action_loss", ["rl", "clipped"])
 def test_zero_credit_leaves_the_loss_that_it_drives_whatever_its_name(action_loss: str) -> None:
     losses = load()
     alone, beside = rollout_of("a"), rollout_of("a")

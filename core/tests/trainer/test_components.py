@@ -17,7 +17,7 @@ from written_elements import WrittenElements
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, Rollout, Sample
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.registry.components import Component, Components, installed_losses
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
@@ -171,7 +171,7 @@ def packed(
     rollouts: Sequence[Rollout], t: Tensor, entropies: Tensor, losses: Components, num_ranks: int
 ) -> float:
     """The same through packer, wire, rows and ``row_loss``."""
-    frames = batch_frames(packing_of(5, rollouts, losses, CAPACITY), CAPACITY, num_ranks)
+    frames = batch_frames(batch_to_pack(5, rollouts, losses, CAPACITY), CAPACITY, num_ranks)
     rows = [row for frame in frames for row in decode_batch(frame)[1]]
     counts = count_members(rows, losses)
     total = 0.0
@@ -242,7 +242,7 @@ def test_an_env_without_a_reference_gives_none_beside_one_that_has_it(token_wise
     with_reference.assign_ref_logprobs([-1.0, -2.0])
     loss = type("Wise", (Seen,), {"token_wise": token_wise})(PluginConfig())
     losses = installed_losses().with_rl(loss)
-    (frame,) = batch_frames(packing_of(1, [with_reference, without], losses, 10), 10)
+    (frame,) = batch_frames(batch_to_pack(1, [with_reference, without], losses, 10), 10)
     (micro_batch,) = decode_batch(frame)[1]
     row_loss(
         make_row(micro_batch, CPU),
@@ -261,7 +261,7 @@ def test_a_member_without_a_required_stream_is_named() -> None:
     losses = installed_losses().with_rl(Needs(PluginConfig()))
     valued = rollout_of("a")
     valued.assign_stream("targets", [0.5, 1.5])
-    (frame,) = batch_frames(packing_of(1, [valued, rollout_of("b", 1)], losses, 9), 9)
+    (frame,) = batch_frames(batch_to_pack(1, [valued, rollout_of("b", 1)], losses, 9), 9)
     (micro_batch,) = decode_batch(frame)[1]
     with pytest.raises(StreamError, match=r"envs a, b: 4 tokens train .* 'needs' .* 'targets'"):
         row_loss(
@@ -272,12 +272,52 @@ def test_a_member_without_a_required_stream_is_named() -> None:
         )
 
 
+@pytest.mark.parametrize("scope", ["rollout", "group"])
+def test_what_trains_in_another_component_does_not_take_an_optional_stream_away(
+    scope: str,
+) -> None:
+    """Two samples of a unit: one trains here and has the stream, the other trains in ce."""
+    seen: list[Tensor | None] = []
+
+    class Optional(Loss):
+        reads = ("advantages", ("target", None))
+
+        def __call__(self, inputs: LossInputs) -> LossOutputs:
+            target = inputs.streams["target"]
+            seen.append(target)
+            return LossOutputs(inputs.trainer_logprobs[inputs.loss_mask].sum(), {})
+
+    loss = type("Scoped", (Optional,), {"name": f"optional_{scope}", "scope": scope})
+    losses = installed_losses().with_rl(loss(PluginConfig()))
+    here, elsewhere = (
+        Sample(
+            token_ids=[number, 5, 6],
+            loss_mask=[False, True, True],
+            inference_logprobs=[0.0, -1.0, -1.0],
+            temperature=1.0,
+        )
+        for number in (1, 2)
+    )
+    here.set_stream("target", np.array([0.0, 0.5, 1.5], np.float32))
+    elsewhere.rl_weights = np.zeros(3, np.float32)
+    elsewhere.set_stream("ce_weights", np.array([0.0, 1.0, 1.0], np.float32))
+    rollout = Rollout(env="a", example_id=0, group_id=0, reward=0.0, samples=[here, elsewhere])
+    rollout.assign_advantages(np.ones(4))
+    (frame,) = batch_frames(batch_to_pack(1, [rollout], losses, 9), 9)
+    (micro_batch,) = decode_batch(frame)[1]
+    counts = count_members([micro_batch], losses)
+    row_loss(make_row(micro_batch, CPU), torch.zeros(6), losses, counts)
+    (target,) = seen
+    assert target is not None
+    assert {0.5, 1.5} <= set(target.tolist())
+
+
 def test_streams_of_several_values_per_token_and_of_integers_cross_the_wire() -> None:
     rollout = rollout_of("a")
     rollout.assign_stream("top", [[1.0, 2.0], [3.0, 4.0]])
     rollout.assign_stream("ids", np.array([7, 2**31 - 1]))
     losses = installed_losses()
-    (frame,) = batch_frames(packing_of(1, [rollout], losses, 9), 9)
+    (frame,) = batch_frames(batch_to_pack(1, [rollout], losses, 9), 9)
     (micro_batch,) = decode_batch(frame)[1]
     assert micro_batch.streams["top"].tolist() == [[0, 0], [1, 2], [3, 4]]
     assert micro_batch.streams["ids"].tolist() == [0, 7, 2**31 - 1]

@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_head import Scores, with_scores
+from small_head import (
+    Scores,
+    rollout_of,
+    rows_of,
+    scored_rollouts,
+    trainer_of,
+    with_scores,
+)
 from torch import Tensor, nn
-from trainer_fixtures import Ratio, kernel_of
+from trainer_fixtures import Ratio
 from transformers import PreTrainedModel
 
 from prime_rl import HeadInputs, PluginConfig, PluginError, Rollout, Sample, StreamError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.registry.components import Components
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer
@@ -29,60 +34,10 @@ from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import export
 from prime_rl.trainer.published import Publisher
 from prime_rl.trainer.update import BatchUpdate
-from prime_rl.wire.micro_batch import MicroBatch, decode_batch
-from prime_rl_lora.tuning import Lora, LoraConfig
+from prime_rl.wire.micro_batch import MicroBatch
 
 MakeModel = Callable[..., PreTrainedModel]
 TABLES = [{}, {"detach": True}, {"own_model": True}]
-CAPACITY = 24
-
-
-def rollout_of(env: str, group: int, lengths: Sequence[int], seed: int) -> Rollout:
-    """Samples of random tokens with two of prompt each."""
-    rng = np.random.default_rng(seed)
-    samples = [
-        Sample(
-            token_ids=rng.integers(1, 61, length),
-            loss_mask=np.arange(length) >= 2,
-            inference_logprobs=np.where(np.arange(length) >= 2, -rng.uniform(3, 5, length), 0),
-        )
-        for length in lengths
-    ]
-    return Rollout(env=env, example_id=0, group_id=group, reward=0.0, samples=samples)
-
-
-def scored_rollouts(seed: int = 0) -> list[Rollout]:
-    """Four that train the head, of one or two samples, and two of another env that do not."""
-    rng, found = np.random.default_rng(seed), []
-    for group, lengths in enumerate([[7, 5], [9], [4, 6], [8], [6], [5, 5]]):
-        rollout = rollout_of("ab"[group >= 4], group, lengths, 10 * seed + group)
-        if rollout.env == "a":
-            rollout.assign_stream("rewards", rng.normal(size=rollout.num_trainable_tokens))
-            rollout.assign_weights("fit", rng.choice([0.5, 2.0], rollout.num_trainable_tokens))
-        else:
-            rollout.assign_advantages(rng.normal(size=rollout.num_trainable_tokens))
-        found.append(rollout)
-    return found
-
-
-def rows_of(rollouts: Sequence[Rollout], losses: Components, minibatches: int = 1) -> Any:
-    for rollout in rollouts:
-        stamp(rollout, "rl", losses)
-    packing = packing_of(1, rollouts, losses, CAPACITY)
-    (frame,) = batch_frames(packing, CAPACITY, minibatches=minibatches)
-    return decode_batch(frame)[1]
-
-
-def trainer_of(
-    model: PreTrainedModel, table: Mapping[str, Any], head: Scores | None = None, **more: Any
-) -> Trainer:
-    optim = {"lr": 0.01, "weight_decay": 0.0, "max_norm": None} | more.pop("optim", {})
-    config = TrainerConfig.model_validate(
-        {"device": "cpu", "optim": optim, "heads": {"scores": table}} | more
-    )
-    torch.manual_seed(3)
-    losses = with_scores(Ratio(PluginConfig()), head)
-    return Trainer(model, losses, config, 20, kernel=kernel_of(config))
 
 
 # -- the gradient ---------------------------------------------------------------------------------
@@ -380,15 +335,3 @@ def test_no_tensor_of_a_head_is_published_or_exported(tmp_path: Path, model_dir:
     expected = load_file(model_dir / "model.safetensors").keys()
     for folder in (publisher.path(1), tmp_path / "weights"):
         assert load_file(folder / "model.safetensors").keys() == expected
-
-
-def test_a_head_and_an_adapter_train_and_the_base_stays(model_dir: Path) -> None:
-    tuning = Lora(LoraConfig(rank=4, alpha=8))
-    model = load_model(model_dir, TrainerConfig(device="cpu"), tuning)
-    trainer = trainer_of(model, {"own_model": True})
-    before = [p.detach().clone() for p in trainer.policy.parameters()]
-    for step in (1, 2):
-        trainer.train_step(step, rows_of(scored_rollouts(step), trainer.losses))
-    for (name, parameter), old in zip(trainer.policy.named_parameters(), before, strict=True):
-        trains = "lora_" in name or ".module." in name
-        assert torch.equal(parameter, old) != trains, name

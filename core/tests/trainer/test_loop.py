@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,12 +32,13 @@ from prime_rl import (
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import parallel
+from prime_rl.trainer import loop, parallel
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loop import Trainer, train, wait_for_batch
+from prime_rl.trainer.loop import Trainer, publish_earlier, train, wait_for_batch
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import use_attention
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch, encode_batch
 
 CPU = torch.device("cpu")
@@ -277,21 +279,27 @@ class Waiting(TrainerObserver):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self.steps: list[int] = []
+        self.seconds: list[float] = []
 
     def waiting(self, step: int, seconds: float) -> None:
         self.steps.append(step)
+        self.seconds.append(seconds)
 
 
-def test_another_steps_batch_is_refused(pack: Any) -> None:
+def test_another_steps_batch_is_refused(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     status = Status(None)
-    receiver = OneFrame(encode_batch(5, [pack([[1, 2]])]))
-    with pytest.raises(WireError, match="batches of step 5, expected step 4"):
-        wait_for_batch(receiver, 4, status)
+    for other in (3, 5):
+        receiver = OneFrame(encode_batch(other, [pack([[1, 2]])]))
+        with pytest.raises(WireError, match=f"batches of step {other}, expected step 4"):
+            wait_for_batch(receiver, 4, status)
     assert status.last.waiting_for == "orchestrator (batch 4)"
     observer = Waiting(PluginConfig())
     receiver = OneFrame(encode_batch(4, [pack([[1, 2]])]))
+    clock = iter([100.0, 107.5])  # at the start, and after the vain wait
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found = wait_for_batch(receiver, 4, status, observers=[observer])
     assert len(found) == 1 and observer.steps == [4]
+    assert observer.seconds == [7.5]
 
 
 def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
@@ -337,3 +345,170 @@ def test_a_metric_that_is_no_number_is_null_on_disk_and_readable(tmp_path: Path)
 def test_metrics_that_cannot_be_written_end_the_run_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot write the metrics of step 3 to .*--resume"):
         append_metrics(tmp_path / "missing" / "trainer.jsonl", 3, {"loss/mean": 1.0})
+
+
+class Clock:
+    """``time`` for the trainer's loop: it stands still but for what advances it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def takes(self, seconds: float, result: Any = None) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.now += seconds
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("has_engines", [False, True])
+def test_the_seconds_of_a_step_and_of_what_the_step_before_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_engines: bool
+) -> None:
+    """A step waits 5 s for its batch, trains 7 s and writes weights 3 s. The engines take them in
+    0.5 s and a checkpoint takes 11 s to begin, both after the step's metrics are written. Weights
+    move to the device and back in 0.25 and 0.5 s of that."""
+    clock = Clock()
+    made: list[dict[str, Any]] = []
+
+    class Broadcaster:
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            made.append(named)
+            self.prepare = clock.takes(3.0)
+            self.announce = clock.takes(0.0, 0.5)
+
+        def size(self, version: int) -> float:
+            return 2.5 * version
+
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(loop, "Broadcaster", Broadcaster)
+    monkeypatch.setattr(loop, "wait_for_batch", clock.takes(5.0, ["rows"]))
+    monkeypatch.setattr(loop, "publish_earlier", lambda *arguments, **named: None)
+
+    def train_step(*arguments: Any) -> dict[str, float]:
+        clock.now += 7.0
+        return {}
+
+    events: list[Any] = []
+    observer: Any = SimpleNamespace(
+        started=lambda trainer, run_dir: events.append(run_dir),
+        step_done=lambda step, metrics: events.append((step, metrics["time/save_ckpt"])),
+    )
+    memory = SimpleNamespace(load=lambda: 0.25, unload=lambda: 0.5, give_back=lambda: None)
+    trainer: Any = SimpleNamespace(
+        config=TrainerConfig.model_validate({"device": "cpu"}),
+        observers=[observer],
+        memory=memory,
+        max_steps=2,
+        model=None,
+        device=CPU,
+        train_step=train_step,
+    )
+    checkpointer: Any = SimpleNamespace(
+        is_due=lambda step, last: True, save=clock.takes(11.0), wait=lambda status: None
+    )
+    receiver: Any = SimpleNamespace(announce=None)
+    train(
+        trainer,
+        receiver,
+        tmp_path,
+        first_step=1,
+        status=Status(None),
+        checkpointer=checkpointer,
+        has_engines=has_engines,
+    )
+    assert made[0]["is_read"] is has_engines
+    assert events == [tmp_path, (1, 11.0), (2, 11.0)]
+    lines = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
+    assert [line["metrics"] for line in lines] == [
+        {
+            "time/wait_for_batch": 5.0,
+            "time/broadcast_weights": 3.0,
+            "time/step": 15.0,
+            "time/save_ckpt": 0.0,
+            "time/offload": 0.75,
+            "perf/broadcast_mib": 2.5,
+        },
+        {
+            "time/wait_for_batch": 5.0,
+            "time/broadcast_weights": 3.5,
+            "time/step": 15.5,
+            "time/save_ckpt": 11.0,
+            "time/offload": 0.75,
+            "perf/broadcast_mib": 5.0,
+        },
+    ]
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_a_stopped_run_saves_its_last_step_unless_that_is_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, due: bool
+) -> None:
+    ends: list[Any] = []
+    saved: list[int] = []
+    batches = iter([["rows"], []])
+    broadcaster = SimpleNamespace(
+        prepare=lambda step, exact, last: None, announce=lambda last: 0.0, size=lambda step: 0.0
+    )
+    monkeypatch.setattr(loop, "Broadcaster", lambda *arguments, **named: broadcaster)
+    monkeypatch.setattr(loop, "wait_for_batch", lambda *arguments, **named: next(batches))
+    monkeypatch.setattr(loop, "publish_earlier", lambda *arguments, **named: None)
+    monkeypatch.setattr(
+        loop,
+        "_end_early",
+        lambda trainer, step, **named: ends.append((step, named["checkpointer"])),
+    )
+    trainer: Any = SimpleNamespace(
+        config=TrainerConfig.model_validate({"device": "cpu"}),
+        observers=[],
+        memory=SimpleNamespace(load=lambda: 0.0, unload=lambda: 0.0, give_back=lambda: None),
+        max_steps=9,
+        model=None,
+        train_step=lambda *arguments: {},
+    )
+    checkpointer: Any = SimpleNamespace(
+        is_due=lambda step, last: due,
+        save=lambda trainer, step, path, status: saved.append(step),
+        wait=lambda status: None,
+    )
+    receiver: Any = SimpleNamespace(announce=None)
+    train(
+        trainer,
+        receiver,
+        tmp_path,
+        first_step=1,
+        status=Status(None),
+        checkpointer=checkpointer,
+    )
+    assert saved == ([1] if due else [])
+    assert ends == [(1, None if due else checkpointer)]
+
+
+def test_the_reference_before_stays_until_engines_have_loaded_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(trainer: Any, publisher: Publisher, column: str, version: int, status: Any) -> None:
+        publisher.path(version).mkdir(parents=True)
+        publisher.announce(version)
+
+    monkeypatch.setattr(loop, "_publish", write)
+    config = TrainerConfig.model_validate({"reference_reset": {"interval": 5}})
+    references = SimpleNamespace(version=0)
+    trainer: Any = SimpleNamespace(
+        config=config, publishes_average=False, publishes_reference=True, references=references
+    )
+    kept = []
+    for step in (4, 5, 6, 10, 15):
+        references.version = step - step % 5
+        publish_earlier(trainer, tmp_path, step, status=Status(None))
+        kept.append(sorted(folder.name for folder in tmp_path.glob("*/step_*")))
+    assert kept == [
+        [],
+        ["step_5"],
+        ["step_5"],
+        ["step_10", "step_5"],
+        ["step_10", "step_15"],
+    ]

@@ -27,7 +27,7 @@ from prime_rl import (
 from prime_rl.registry.calls import running
 from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.loss import Counts, count_members, row_loss
-from prime_rl.trainer.metrics import StepMetrics, statistics
+from prime_rl.trainer.metrics import StepMetrics, statistics, summarize
 from prime_rl.trainer.packed_row import make_row, ratio_tokens
 from prime_rl.wire import MicroBatch
 
@@ -280,3 +280,30 @@ def test_statistics_of_what_is_not_finite_are_not_finite_and_of_nothing_are_none
 
 if __name__ == "__main__":
     a_rank(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+def test_a_maximum_may_be_below_zero() -> None:
+    metrics = StepMetrics(count_members([], installed_losses()))
+    for value in (-5.0, -2.0, -3.0):
+        metrics.add_max("peak", torch.tensor(value))
+    assert metrics.result()["peak"] == -2.0
+
+
+def test_several_optimizer_steps_report_means_over_the_steps_not_sums() -> None:
+    """Twice the same step: what is a mean stays, and what counts tokens counts both minibatches."""
+    counts = count_members(rows_of_the_step(), installed_losses())
+    step = observe([0, 1, 2, 3], counts)
+    once = summarize([step])
+    minibatches = summarize([step, step])
+    epochs = summarize([step, step], epochs=2)
+    losses = [name for name in once if name.startswith("loss/")]
+    assert {"loss/mean", "loss/median", "loss/min", "loss/max", "loss/std"} <= {*losses}
+    assert once["loss/max"] > 0 > once["loss/min"]
+    for name in [*losses, "rows", "peak"]:
+        assert minibatches[name] == pytest.approx(once[name]), name
+    assert once["rows"] == 4
+    tokens = [name for name in counts.metrics() if once[name]]
+    assert tokens
+    for name in tokens:
+        assert minibatches[name] == 2 * once[name], name
+        assert epochs[name] == once[name], name  # the second epoch sees the same tokens

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -180,6 +182,66 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(ranks: int) -> None:
     with pytest.raises(ConfigError, match=reason):
         TrainerConfig(dp_replicate=2).check_ranks(ranks)
     TrainerConfig(num_ranks=4, dp_replicate=2)
+
+
+@pytest.mark.parametrize(("ranks", "fitting"), [(3, "1, 3"), (1, "1"), (6, "1, 2, 3, 6")])
+def test_rows_over_ranks_that_do_not_divide_all_ranks_are_refused(ranks: int, fitting: str) -> None:
+    reason = (
+        rf"context_parallel is 4, which does not .* {ranks} ranks. Set it to one of \[{fitting}\]"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        TrainerConfig(context_parallel=4).check_ranks(ranks)
+
+
+@settings(deadline=None)
+@given(
+    ranks=st.integers(1, 64),
+    replicas=st.integers(1, 16),
+    parts=st.integers(1, 16),
+    heads=st.integers(1, 64),
+    experts=st.integers(1, 256),
+)
+def test_a_refused_layout_names_all_numbers_that_are_accepted(
+    ranks: int, replicas: int, parts: int, heads: int, experts: int
+) -> None:
+    """And none that is not. A layout is refused if and only if something does not divide."""
+
+    def refused(check: Callable[[TrainerConfig], None], **keys: int) -> str:
+        try:
+            check(TrainerConfig.model_validate(keys))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def accepted(check: Callable[[TrainerConfig], None], key: str, most: int) -> list[int]:
+        return [n for n in range(1, most + 1) if not refused(check, **{key: n})]
+
+    def of_ranks(config: TrainerConfig) -> None:
+        config.check_ranks(ranks)
+
+    def of_heads(config: TrainerConfig) -> None:
+        num_ranks = config.context_parallel  # they divide
+        config.check_layout("a model", num_ranks=num_ranks, num_heads=heads, num_experts=None)
+
+    reason = refused(of_ranks, dp_replicate=replicas)
+    assert bool(reason) == (ranks % replicas > 0)
+    assert not reason or f"one of {accepted(of_ranks, 'dp_replicate', ranks)}, " in reason
+    reason = refused(of_ranks, context_parallel=parts)
+    assert bool(reason) == (ranks % parts > 0)
+    assert not reason or f"one of {accepted(of_ranks, 'context_parallel', ranks)}, " in reason
+    reason = refused(of_heads, context_parallel=parts)
+    assert bool(reason) == (heads % parts > 0)
+    assert not reason or f"one of {accepted(of_heads, 'context_parallel', heads)}." in reason
+    if ranks % replicas:
+        return
+
+    def of_experts(config: TrainerConfig) -> None:
+        config.check_ranks(ranks)
+        config.check_experts(experts, ranks)
+
+    reason = refused(of_experts, dp_replicate=replicas)
+    assert bool(reason) == (experts % (ranks // replicas) > 0)
+    assert not reason or f"one of {accepted(of_experts, 'dp_replicate', ranks)} with" in reason
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prime_rl import Header, TensorInfo, WeightSender, WeightsError
+from prime_rl import Header, RunError, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.chat_template import write_chat_template
@@ -20,7 +20,7 @@ from prime_rl.trainer import published
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher
-from prime_rl.weights.versions import FILES_WANTED, MEMORY, has_files
+from prime_rl.weights.versions import FILES_WANTED, MEMORY, has_files, newest_version
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -223,3 +223,33 @@ def test_a_full_disk_delays_a_version_that_waits_in_memory(
     monkeypatch.setattr(Path, "touch", refuse_once)
     broadcaster.prepare(1, exact=False, last=False)
     assert (tmp_path / "step_1" / MEMORY).exists() and not refusals
+
+
+def test_where_no_engine_reads_them_files_are_written_for_checkpoints_and_on_request(
+    tmp_path: Path,
+) -> None:
+    model: Any = torch.nn.Linear(2, 3)
+    publisher = Publisher(tmp_path, keep=9)
+    broadcaster = Broadcaster(model, publisher, None, Status(None), is_read=False)
+    for version, kept in enumerate(({}, {"exact": True}, {"last": True}, {}), start=1):
+        broadcaster.prepare(version, **({"exact": False, "last": False} | kept))
+        broadcaster.announce(last=False)
+        assert newest_version(tmp_path) == version  # the orchestrator goes on
+        assert has_files(tmp_path / f"step_{version}") == bool(kept)
+        assert (broadcaster.size(version) > 0) == bool(kept)
+
+    assert broadcaster.all_have(True)
+    (tmp_path / FILES_WANTED).touch()  # the run is stopped here
+    broadcaster.all_have(True)
+    assert has_files(tmp_path / "step_4")
+
+
+def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path, make_model: MakeModel) -> None:
+    model = make_model()
+    sender: Any = object()  # asked for nothing before the weights have been checked
+    broadcaster = Broadcaster(model, Publisher(tmp_path, keep=2), sender, Status(None))
+    broadcaster.prepare(1, exact=False, last=False)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(RunError, match="weights version 2 hold values that are not finite"):
+        broadcaster.prepare(2, exact=False, last=False)

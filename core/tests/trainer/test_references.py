@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from anchored_training import Anchored, hugging_face, k3, logprobs, make_trainer, train
 from torch import Tensor
-from trainer_fixtures import kernel_of, maker_of
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl.config.trainer import TrainerConfig
-from prime_rl.registry.components import installed_losses
+from prime_rl import ConfigError
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import load_model
 from prime_rl.wire import MicroBatch
-from prime_rl_lora.tuning import Lora, LoraConfig
 
 LENGTHS = [9, 5]
 SAMPLED = (slice(1, 9), slice(10, 14))
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """Of log (reference / π), per token (Schulman 2020, "Approximating KL Divergence")."""
-    return log_ratio.exp() - log_ratio - 1
-
-
-class Anchored(Loss):
-    """-A * t + k3 to the first weights"""
-
-    name = "anchored"
-    token_wise = True
-    reads: Any = ("advantages", "initial_logprobs")
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        terms, metrics = -inputs.advantages * inputs.trainer_logprobs, {}
-        for name in self.reads[1:]:
-            kl = k3(getattr(inputs, name) - inputs.trainer_logprobs)
-            terms, metrics[name] = terms + kl, TokenMetric(kl.detach(), inputs.loss_mask)
-        return LossOutputs(terms[inputs.loss_mask].sum(), metrics)
 
 
 class Averaged(Anchored):
@@ -67,36 +41,6 @@ class Neither(Anchored):
     reads = ("advantages",)
 
 
-def make_trainer(
-    folder: Path,
-    loss: type[Loss],
-    initial: Path | None = None,
-    lora: LoraConfig | None = None,
-    dtype: torch.dtype = torch.float64,
-    **table: Any,
-) -> Trainer:
-    """``initial``: the folder of the first weights."""
-    optim = {"type": "sgd", "lr": 0.05, "weight_decay": 0.0, "max_norm": None}
-    config = TrainerConfig.model_validate({"device": "cpu", "optim": optim} | table)
-    model = load_model(folder, config, lora and Lora(lora)).to(dtype)
-    losses = installed_losses().with_rl(loss(PluginConfig()))
-    made: dict[str, Any] = {"kernel": kernel_of(config), "maker": maker_of(config)}
-    return Trainer(model, losses, config, 20, initial=initial or folder, **made)
-
-
-def hugging_face(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-
-
-def logprobs(model: PreTrainedModel, row: MicroBatch) -> Tensor:
-    """[T] of each document alone; 0 for its first token."""
-    found = []
-    for ids in torch.tensor(row.token_ids, dtype=torch.int64).split(row.sequence_lengths.tolist()):
-        logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        found += [ids.new_zeros(1), logits.gather(1, ids[1:, None])[:, 0]]
-    return torch.cat(found)
-
-
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
@@ -108,11 +52,6 @@ def rows(pack: Any, random_documents: Any) -> list[list[MicroBatch]]:
         [pack(random_documents(LENGTHS, seed=10 * step + row)) for row in range(2)]
         for step in range(4)
     ]
-
-
-def train(trainer: Trainer, batches: Sequence[list[MicroBatch]], first: int = 1) -> Any:
-    """Metrics of the last."""
-    return [trainer.train_step(step, batch) for step, batch in enumerate(batches, first)][-1]
 
 
 def test_a_kl_to_the_first_weights_is_that_of_transformers(
@@ -146,28 +85,6 @@ def test_without_a_change_of_the_weights_the_kl_is_zero(
     trainer = make_trainer(model_dir, Both, optim=optim, ema_decay=0.5)
     found = train(trainer, rows)
     assert (found["initial_logprobs"], found["ema_logprobs"]) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("saved", [[], ["norm"]])
-def test_the_first_weights_of_an_adapter_are_its_base_and_take_no_copy(
-    model_dir: Path, rows: list[list[MicroBatch]], saved: list[str]
-) -> None:
-    lora = LoraConfig(rank=4, modules_to_save=saved)
-    trainer = make_trainer(model_dir, Anchored, Path("is/not/read"), lora)
-    trains = [p.requires_grad for p in trainer.model.parameters()]
-    train(trainer, rows[:2])
-    base = hugging_face(model_dir)
-    row = rows[2][0]
-    with torch.no_grad():
-        with trainer.references.within("initial_logprobs"):
-            found = trainer.forward(row)[1]
-        moved = trainer.forward(row)[1]
-        order = trainer.row(row).origins
-        mask = torch.from_numpy(row.loss_mask)[order]
-        expected = logprobs(base, row)[order][mask]
-    assert torch.allclose(found[mask], expected, atol=1e-6)
-    assert (moved[mask] - expected).abs().max() > 1e-3
-    assert [p.requires_grad for p in trainer.model.parameters()] == trains
 
 
 def test_the_average_is_a_sum_over_the_weights_of_every_batch(
@@ -234,3 +151,72 @@ def test_what_a_loss_reads_and_the_run_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"reads ema_logprobs, and trainer\.ema_decay is not"):
         train(make_trainer(model_dir, Averaged), rows[:1])
+
+
+RESET: Any = {"reference_reset": {"interval": 2}}
+ADAM: Any = {"optim": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.0, "max_norm": None}}
+
+
+def test_after_a_reset_the_kl_is_to_the_weights_of_that_step(
+    model_dir: Path, tmp_path: Path, rows: list[list[MicroBatch]]
+) -> None:
+    trainer = make_trainer(model_dir, Anchored, **RESET)
+    metrics = []
+    for step, batch in enumerate(rows[:3], 1):
+        metrics.append(trainer.train_step(step, batch))
+        trainer.model.save_pretrained(tmp_path / str(step))
+    of_second, of_third = hugging_face(tmp_path / "2"), hugging_face(tmp_path / "3")
+    expected = []
+    with torch.no_grad():
+        for row in rows[3]:
+            kl = k3(logprobs(of_second, row) - logprobs(of_third, row))
+            expected += [kl[at].mean() for at in SAMPLED]
+    metrics.append(trainer.train_step(4, rows[3]))
+
+    found = metrics[-1]["initial_logprobs"]
+    assert found == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+    assert found > 1e-5 and metrics[2]["initial_logprobs"] == 0.0  # pi is the reference there
+    assert [each["reference/version"] for each in metrics] == [0, 0, 2, 2]
+    assert [each["reference/reset"] for each in metrics] == [0, 1, 0, 1]
+
+
+def test_after_a_reset_the_run_is_one_that_begins_with_these_weights(
+    model_dir: Path, tmp_path: Path, rows: list[list[MicroBatch]]
+) -> None:
+    """Reference and moments are as new; without ``optimizer`` the moments go on."""
+    trainer = make_trainer(model_dir, Anchored, dtype=torch.float32, **RESET, **ADAM)
+    train(trainer, rows[:2])
+    trainer.model.save_pretrained(tmp_path)
+    fresh = make_trainer(tmp_path, Anchored, dtype=torch.float32, **ADAM)
+    keeps: Any = {"reference_reset": {"interval": 2, "optimizer": False}}
+    goes_on = make_trainer(model_dir, Anchored, dtype=torch.float32, **keeps, **ADAM)
+    train(goes_on, rows[:2])
+    for each in (trainer, fresh, goes_on):
+        train(each, rows[2:3], 3)
+
+    ours, new, old = (list(weights(each).values()) for each in (trainer, fresh, goes_on))
+    assert all(torch.equal(one, other) for one, other in zip(ours, new, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(ours, old, strict=True))
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_run_that_resumes_after_a_reset_goes_on_bit_for_bit(
+    model_dir: Path, tmp_path: Path, rows: list[list[MicroBatch]], at: int
+) -> None:
+    table: Any = {"dtype": torch.float32, **RESET, **ADAM}
+    straight, first = (make_trainer(model_dir, Anchored, **table) for _ in range(2))
+    expected = train(straight, rows)
+    train(first, rows[:at])
+    checkpoint = Checkpoint(tmp_path / "checkpoint" / f"step_{at}")
+    checkpoint.weights.mkdir(parents=True)
+    first.model.save_pretrained(checkpoint.weights)
+    checkpoint.trainer.mkdir()
+    write_shard(checkpoint.trainer, snapshot(first, at))
+    checkpoint.write_reference(first.references.version)
+    resumed = make_trainer(checkpoint.weights, Anchored, model_dir, **table)
+    restore(resumed, checkpoint)
+    found = train(resumed, rows[at:], at + 1)
+    ours = {name: found[name] for name in ("initial_logprobs", "reference/version", "loss/mean")}
+    assert ours == {name: expected[name] for name in ours}
+    pairs = zip(weights(resumed).values(), weights(straight).values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -15,6 +15,8 @@ import warm
 from safetensors.torch import load_file
 from waiting import LIMIT
 
+from prime_rl.trainer.tensor_file import _is_there, lay_out
+
 MANY = [name for name, (num_ranks, _) in cases.MESHES.items() if num_ranks > 1]
 
 
@@ -99,3 +101,20 @@ def test_a_checkpoints_weights_are_on_the_disk_of_other_machines_too(folder: Pat
     flushed = {name: [rank["flushed"] for rank in seen(folder, name)] for name in cases.MESHES}
     assert flushed["one"] == [0] and flushed["two"] == [0, 0]
     assert flushed["four"] == flushed["two_by_two"] == [0, 0, 1, 1]
+
+
+def test_a_file_that_is_absent_or_of_another_length_is_not_the_one_that_rank_0_began(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.safetensors"
+    assert not _is_there(path, 0)
+    path.write_bytes(b"12345")
+    assert [_is_there(path, size) for size in (4, 5, 6)] == [False, True, False]
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_tensors_begin_at_a_multiple_of_eight_bytes(length: int) -> None:
+    layout = lay_out({"n" * length: torch.zeros(3)})
+    assert len(layout.header) % 8 == 0
+    assert int.from_bytes(layout.header[:8], "little") == len(layout.header) - 8
+    assert layout.size == len(layout.header) + 12

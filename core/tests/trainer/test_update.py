@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,9 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.update import plan_updates
+from prime_rl.trainer.update import BatchUpdate, plan_updates
 from prime_rl.wire import MicroBatch
+from prime_rl.wire.micro_batch import MEASURED
 
 Make = Callable[..., Trainer]
 
@@ -202,7 +205,7 @@ def test_the_ratio_to_the_batchs_start_equals_a_reference_without_packing(
     trainer = make_trainer(OldRatio, epochs=epochs, optim={"max_norm": None})
     trainer.train_step(1, flat(parts))
     plan = planned(1, parts, epochs)
-    expected = train_with_transformers(make_model("sdpa"), plan, 0.05)
+    expected = train_with_transformers(make_model("eager"), plan, 0.05)
     unmoved = make_model().parameters()
     for found, each, before in zip(weights(trainer), expected, unmoved, strict=True):
         torch.testing.assert_close(found, each, rtol=0, atol=1e-9)
@@ -382,3 +385,112 @@ def test_observers_see_each_row_of_each_epoch_and_the_step_once(
     metrics = trainer.train_step(4, rows)
     assert observer.seen == [0, 1, 1, "bad 1", 1, 1, "bad 1", 0, "step"]
     assert metrics["calls"] == 9
+
+
+def test_measured_rows_train_nothing_and_their_loss_is_that_of_the_weights_after_the_step(
+    make_trainer: Make, make_model: Callable[..., PreTrainedModel], parts: list[list[MicroBatch]]
+) -> None:
+    trained, measured = parts[0], [replace(row, minibatch=MEASURED) for row in parts[1]]
+    beside, alone = make_trainer(), make_trainer()
+    found = beside.train_step(1, [*trained, *measured])
+    expected = alone.train_step(1, trained)
+    assert same(beside, alone)
+    assert found["loss/mean"] == expected["loss/mean"]
+    assert found["optim/grad_norm"] == expected["optim/grad_norm"]
+
+    # Ratio: -A * exp(t - mu), the sum over the tokens that train, over their number.
+    plain = make_model()
+    plain.load_state_dict(alone.model.state_dict())
+    total, number = 0.0, 0
+    for row in parts[1]:
+        ends = np.cumsum(row.sequence_lengths)[:-1]
+        masks = np.split(row.loss_mask, ends)
+        behind = np.split(row.inference_logprobs, ends)
+        columns = zip(logprobs_of(plain, row), advantages_of(row), masks, behind, strict=True)
+        for logprobs, advantages, mask, mu in columns:
+            trains = torch.as_tensor(mask[1:].copy())
+            ratio = (logprobs.detach() - torch.as_tensor(mu[1:].copy())).exp()
+            total -= float((advantages * ratio)[trains].sum())
+            number += int(trains.sum())
+    assert found["validation/loss"] == pytest.approx(total / number, abs=1e-5)
+    assert found["validation/tokens"] == number
+    assert "validation/loss" not in expected
+
+
+def test_throughput_counts_all_tokens_of_all_optimizer_steps_and_is_shared_by_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """40 tokens in 2 s are 20 per second, on 4 ranks 5 each."""
+    monkeypatch.setattr("prime_rl.trainer.update.parallel.num_ranks", lambda: 4)
+    update = BatchUpdate.__new__(BatchUpdate)
+    update.sums = [SimpleNamespace(counts=SimpleNamespace(num_tokens=40))]  # type: ignore[list-item]
+    update.step_metrics = [{"loss/mean": 0.5}]
+    update.balance = None
+    assert update.metrics(2.0) == {
+        "loss/mean": 0.5,
+        "perf/throughput": 20.0,
+        "perf/throughput_per_gpu": 5.0,
+        "time/forward_backward": 2.0,
+    }
+
+
+def test_the_time_of_a_batch_is_that_of_all_its_optimizer_steps(
+    monkeypatch: pytest.MonkeyPatch, make_trainer: Make, parts: list[list[MicroBatch]]
+) -> None:
+    """Each reading of the clock is a second later: three steps of a second."""
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("prime_rl.trainer.update.time", clock)
+    assert make_trainer().train_step(1, flat(parts))["time/forward_backward"] == 3.0
+
+
+def test_what_is_of_one_env_is_a_mean_over_the_optimizer_steps_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Env ``b`` is in two of three: (1 + 2) / 2; what all have, of three."""
+    monkeypatch.setattr("prime_rl.trainer.update.summarize", lambda sums, epochs: {})
+    update = BatchUpdate.__new__(BatchUpdate)
+    update.trainer = SimpleNamespace(config=SimpleNamespace(epochs=1))  # type: ignore[assignment]
+    counts = SimpleNamespace(num_tokens=1)
+    step: Any = SimpleNamespace(counts=counts, reported=set())
+    update.sums = [step] * 3
+    update.step_metrics = [
+        {"optim/grad_norm": 1.0, "optim/env_weight/a": 6.0},
+        {"optim/grad_norm": 2.0, "optim/env_weight/a": 3.0, "optim/env_weight/b": 1.0},
+        {"optim/grad_norm": 6.0, "optim/env_weight/a": 0.0, "optim/env_weight/b": 2.0},
+    ]
+    update.balance = None
+    metrics = update.metrics(1.0)
+    assert {name: metrics[name] for name in metrics if name.startswith("optim/")} == {
+        "optim/grad_norm": 3.0,
+        "optim/env_weight/a": 3.0,
+        "optim/env_weight/b": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "earlier", "said"),
+    [
+        (9, 2, "the 3. step in a row that is not finite (trainer.max_bad_steps)"),
+        (2, 1, "the 2. step in a row that is not finite, and no step of the run was"),
+    ],
+)
+def test_bad_steps_in_a_row_end_the_run_and_so_does_a_run_of_nothing_else(
+    max_steps: int, earlier: int, said: str
+) -> None:
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(max_bad_steps=3),
+        max_steps=max_steps,
+        num_bad_steps=earlier - 1,
+        observers=[],
+    )
+    update = BatchUpdate.__new__(BatchUpdate)
+    update.trainer = trainer
+    update.step = 2
+    update.plan = [0]
+    update.num_bad = 1
+    update.step_metrics = [{"optim/grad_norm": float("nan"), "loss/mean": 0.5}]
+    update.report_bad_step([], "step 2", "")  # one less is logged only
+    assert trainer.num_bad_steps == earlier
+    with pytest.raises(RunError) as caught:
+        update.report_bad_step([], "step 2", "")
+    assert said in str(caught.value)

@@ -18,8 +18,13 @@ from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
 from prime_rl.rundir.machine import free_ports
 from prime_rl.wire import sockets
-from prime_rl.wire.sockets import FrameReceiver, FrameSender, sender_keys, wire_key
-from prime_rl_broadcast.group import BroadcastGroup, opened
+from prime_rl.wire.sockets import (
+    FrameReceiver,
+    FrameSender,
+    know_server,
+    sender_keys,
+    wire_key,
+)
 
 FRAMES = [bytes([number]) * 2_000_000 for number in range(4)]
 
@@ -220,6 +225,7 @@ async def test_a_request_that_is_too_long_ends_its_connection_only() -> None:
     sending = asyncio.create_task(send_all(sender))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
+        know_server(stranger, sender_keys()[0])  # else the handshake fails, and `send` may wait
         stranger.connect(f"tcp://127.0.0.1:{port}")
         stranger.send(bytes(10_000_000))
         assert await read_all(receiver) == FRAMES
@@ -254,8 +260,33 @@ async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None
     (port,) = free_ports(1)
     sender = FrameSender(launch(port))
     await sender.send(1, [b"frame"])
-    with pytest.raises(WireError, match=r"has not read its last micro batches .* within 0\.05 s"):
+    with pytest.raises(WireError, match=r"has not read .* no sign of life for 0\.05 s"):
         await sender.drain()
+    sender.close()
+
+
+async def test_a_rank_that_reads_late_is_waited_for_while_the_trainer_beats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sockets, "DRAIN_SECONDS", 0.01)
+    looks = []
+
+    def last_beat(path: Path) -> int:
+        looks.append(path)
+        return len(looks)
+
+    monkeypatch.setattr(sockets, "last_beat", last_beat)
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port), tmp_path / "trainer.json")
+    await sender.send(1, [b"frame"])
+    draining = asyncio.create_task(sender.drain())
+    while len(looks) < 10:
+        await asyncio.sleep(0.01)
+    assert not draining.done()
+    monkeypatch.setattr(sockets, "last_beat", lambda path: 0)  # it hangs
+    with pytest.raises(WireError, match="no sign of life"):
+        await draining
+    assert {*looks} == {tmp_path / "trainer.json"}
     sender.close()
 
 
@@ -286,17 +317,3 @@ async def test_an_announcement_wakes_the_orchestrator(monkeypatch, caplog) -> No
         await sending
     for each in (receiver, stranger, sender):
         each.close()
-
-
-def test_a_group_is_seen_when_it_is_opened_though_the_name_was_absent(monkeypatch, tmp_path):
-    """A client of NFS remembers that a name was absent, and asks again if its folder is listed."""
-    group = BroadcastGroup(
-        directory="", group="", backend="gloo", rank=0, world_size=1, timeout=1.0, loopback=True
-    )
-    assert opened(tmp_path) is None
-    lookups = []
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: lookups.append(path) or read(path))
-    assert opened(tmp_path) is None and lookups == []
-    assert group.open(tmp_path)
-    assert opened(tmp_path) == group

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl import StreamError, WireError
-from prime_rl.streams import STREAMS
+from prime_rl.streams import ROUTES, STREAMS
 from prime_rl.wire import MicroBatch, decode_batch, encode_batch
 
 COLUMNS = (
@@ -196,3 +196,25 @@ def test_decoded_columns_are_views_and_cost_no_object_per_token() -> None:
 def test_position_ids_restart_at_each_sequence() -> None:
     row = make_micro_batch([3, 1, 2])
     assert row.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routes_take_their_own_bytes_and_keep_their_shape(dtype: Any) -> None:
+    """Five tokens of three layers with two experts each: 30 numbers, of one byte or two."""
+    rng = np.random.default_rng(0)
+    routes = rng.integers(0, np.iinfo(dtype).max, (5, 3, 2), endpoint=True).astype(dtype)
+    plain = make_micro_batch([3, 2])
+    routed = replace(plain, streams={ROUTES: routes})
+    size = len(encode_batch(1, [routed])) - len(encode_batch(1, [plain]))
+    assert 0 <= size - routes.nbytes <= 48  # and its name, and padding
+    _, (found,) = decode_batch(encode_batch(1, [routed]))
+    assert found.streams[ROUTES].dtype == dtype
+    np.testing.assert_array_equal(found.streams[ROUTES], routes)
+
+
+@pytest.mark.parametrize("width", [b"0", b"7", b"x"])
+def test_routes_whose_rows_do_not_fit_their_bytes_are_refused(width: bytes) -> None:
+    batch = replace(make_micro_batch([3]), streams={ROUTES: np.zeros((3, 2, 2), np.uint8)})
+    frame = encode_batch(1, [batch]).replace(b"|u1*2", b"|u1*" + width)
+    with pytest.raises(WireError, match="expected a multiple of"):
+        decode_batch(frame)

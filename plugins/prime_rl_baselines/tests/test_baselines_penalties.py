@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import ConfigError, Loss, LossInputs, StreamError
@@ -51,6 +53,28 @@ def test_the_estimates_of_the_kl(estimator: Any) -> None:
     value, slope = WRITTEN[estimator]
     assert outputs.loss.item() == pytest.approx((weights * value).sum())
     assert slopes.tolist() == pytest.approx([*(weights * slope), 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(d=st.floats(-40, 10, width=32))
+def test_every_estimate_has_its_gradient_in_float32_too(d: float, dtype: Any) -> None:
+    """k3 once had the gradient 0 in float32, for every policy near its first weights."""
+    slope = 1 - np.exp(-max(d, -20.0))
+    for estimator, expected in {"k1": d, "k2": d, "k3": slope}.items():
+        trainer = torch.tensor([d], dtype=dtype, requires_grad=True)
+        zero = torch.zeros(1, dtype=dtype)
+        inputs = LossInputs(
+            trainer_logprobs=trainer,
+            inference_logprobs=zero,
+            ref_logprobs=None,
+            advantages=zero,
+            loss_mask=torch.tensor([True]),
+            loss_weights=None,
+            initial_logprobs=zero,
+        )
+        outputs = KLToInitialLoss(KLToInitialConfig(estimator=estimator))(inputs)
+        (gradient,) = torch.autograd.grad(outputs.loss, trainer)
+        assert gradient.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -185,3 +209,46 @@ def test_the_kl_trains_beside_the_policy_loss_with_its_weight() -> None:
     policy, (value, slope) = -np.array([1, -1, -1, -1]) / 4, WRITTEN["k3"]
     assert loss == pytest.approx(policy.sum() + 0.1 * value.mean(), rel=1e-6)
     assert slopes == pytest.approx((policy + 0.1 * slope / 4).tolist(), rel=1e-6)
+
+
+def test_a_coefficient_holds_the_kl_at_its_target(tmp_path: Path) -> None:
+    """Target 0.1; 0.11 is 10 % above it, 0.5 and 0 are beyond the bound of 20 %."""
+    config = KLToInitialConfig(estimator="k2", target=0.1)
+    loss = KLToInitialLoss(config)
+    expected = 1.0
+    for step, (estimate, factor) in enumerate([(0.11, 1.01), (0.5, 1.02), (0.0, 0.98)], start=1):
+        loss.batch_trained(step, {"kl_to_initial/value": estimate})
+        expected *= factor
+        assert loss.coefficient == pytest.approx(expected)
+    loss.batch_trained(4, {})  # nothing trained in it
+    loss.batch_trained(5, {"kl_to_initial/value": float("nan")})
+    assert loss.coefficient == pytest.approx(expected)
+
+    zero = torch.zeros(1, dtype=torch.float64)
+    inputs = LossInputs(
+        trainer_logprobs=column([0.3]),
+        inference_logprobs=zero,
+        ref_logprobs=None,
+        advantages=zero,
+        loss_mask=torch.tensor([True]),
+        loss_weights=column([2.0]),
+        initial_logprobs=zero,
+    )
+    outputs = loss(inputs)
+    assert outputs.loss.item() == pytest.approx(expected * 2 * 0.3**2 / 2)
+    assert outputs.metrics["coefficient"].values.item() == pytest.approx(expected)
+
+    loss.save(tmp_path)
+    resumed = KLToInitialLoss(config)
+    resumed.load(tmp_path)
+    assert resumed.coefficient == loss.coefficient
+    (tmp_path / "coefficient.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"coefficient.json has no coefficient of kl_to_initial"):
+        resumed.load(tmp_path)
+
+
+def test_without_a_target_the_weight_stays_and_nothing_is_kept(tmp_path: Path) -> None:
+    loss = KLToInitialLoss(KLToInitialConfig(estimator="k2"))
+    loss.batch_trained(1, {"kl_to_initial/value": 9.0})
+    loss.save(tmp_path)
+    assert loss.coefficient == 1.0 and not [*tmp_path.iterdir()]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -286,6 +286,29 @@ def test_a_member_that_never_connects_is_waited_for_no_longer_than_the_timeout(
 ) -> None:
     with pytest.raises(WeightsError, match="the broadcast failed: timed out"):
         ipc.IpcConnection(new_group(timeout=0.05), CPU)
+
+
+def test_a_peer_that_leaves_after_a_whole_message_is_no_error() -> None:
+    """It was one: an empty message had a second, empty write, which found the pipe broken."""
+    ours, theirs = socket.socketpair()
+
+    class Leaving:
+        """The peer reads what was written, and leaves."""
+
+        def settimeout(self, seconds: float) -> None:
+            ours.settimeout(seconds)
+
+        def sendall(self, data: bytes) -> None:
+            ours.sendall(data)
+            if ipc._Channel(theirs, 5.0).receive() == (b"", []):
+                theirs.close()
+
+        def close(self) -> None:
+            ours.close()
+
+    with ours:
+        ipc._Channel(cast(socket.socket, Leaving()), 5.0).send(b"")
+        assert theirs.fileno() == -1
 
 
 def test_a_receiver_can_neither_write_to_the_memory_nor_shrink_it() -> None:

@@ -259,3 +259,10 @@ def test_another_divisor_of_a_sum_over_rollouts_is_refused() -> None:
     for name in ("gspo", "gmpo"):
         with pytest.raises(ConfigError, match=f"'{name}' is a sum over rollouts"):
             load_losses(losses={name: {"normalize_by": "tokens"}})
+
+
+def test_bounds_may_be_equal() -> None:
+    """A token at a bound trains, so one at both does."""
+    table = {"min_ratio": 1.0, "max_ratio": 1.0}
+    settings = settings_of(BY_NAME["icepop"], LOSS, table, "trainer.loss")
+    assert settings.model_dump() | table == settings.model_dump()

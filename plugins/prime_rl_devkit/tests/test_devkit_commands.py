@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from commandline import prime_rl
 from typer.testing import CliRunner
 
+from prime_rl.registry.checks import CONTRACT_VERSION
 from prime_rl_app.cli.app import app
 from prime_rl_devkit import limits
 
@@ -18,7 +20,7 @@ BIN = Path(sys.executable).with_name("prime-rl")
 
 def test_a_broken_plugin_is_listed_with_the_reason_beside_the_others(tmp_path, site):
     site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
-    done = prime_rl("plugins", "list", cwd=tmp_path)
+    done = prime_rl("plugins", "list", "--verbose", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == ""
     text = " ".join(done.stdout.split())
     assert "prime-rl-grpo" in text and "broken: plugin 'bad' (bad" in text
@@ -51,6 +53,30 @@ def test_two_plugins_of_one_name_are_listed_with_the_reason(tmp_path, site):
     )
 
 
+def test_the_short_list_reads_metadata_and_imports_nothing(tmp_path, site, monkeypatch):
+    """A name that is taken, another version of core, and a package that no index knows."""
+    site("mine", "[prime_rl]\nmine = mine\nother = mine\n", "raise SystemExit")
+    site("second", "[prime_rl]\nzz = second\n", "raise SystemExit")
+    site("first", "[prime_rl]\nzz = first\n", "raise SystemExit")
+    site("late", "[prime_rl]\nlate = late\n", "raise SystemExit")
+    metadata = tmp_path / "site"
+    with (metadata / "mine-0.1.dist-info/METADATA").open("a") as file:
+        file.write("Summary: Credit by turns\n")
+    with (metadata / "late-0.1.dist-info/METADATA").open("a") as file:
+        file.write("Requires-Dist: prime-rl-core>=7\n")
+
+    monkeypatch.setenv("COLUMNS", "250")
+    done = prime_rl("plugins", "list", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr == ""
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    lines = {words[0]: " ".join(words) for words in rows}
+    assert lines["mine"] == "mine 0.1 mine Credit by turns" and "other" in lines
+    assert "broken: it asks for prime-rl-core>=7; " in lines["late"]
+    broken = [name for name in ("first", "second") if "broken" in lines[name]]
+    assert len(broken) == 1
+    assert "brings a plugin 'zz' too. Uninstall one, or list" in lines[broken[0]]
+
+
 def test_the_inventory_as_json_through_the_real_command(tmp_path):
     command = [BIN, "plugins", "list", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -76,13 +102,14 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
     assert rows["losses"]["group"] == "prime_rl.trainer"
 
 
-def test_the_table_names_plugin_distribution_and_offers():
-    shown = CliRunner().invoke(app, ["plugins", "list"], env={"COLUMNS": "200"})
+@pytest.mark.parametrize("options", [[], ["--verbose"]])
+def test_the_table_names_plugin_distribution_and_offers(options):
+    shown = CliRunner().invoke(app, ["plugins", "list", *options], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     (line,) = [line for line in shown.stdout.splitlines() if "prime-rl-grpo" in line]
     assert (
         "grpo" in line
-        and "0.1.0" in line
+        and version("prime-rl-grpo") in line
         and "algorithms: grpo, hierarchical_grpo, max_rl, rae" in line
     )
 
@@ -102,7 +129,8 @@ def score_group(group):
     rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
     assert [row for row in rows if row["plugin"] == "w"] == [
         {"plugin": "w", "distribution": "watch", "version": "0.1", "group": "prime_rl",
-         "offers": {}, "implements": ["step_finished"], "wraps": ["score_group"], "error": None}
+         "contract": CONTRACT_VERSION, "offers": {}, "implements": ["step_finished"],
+         "wraps": ["score_group"], "error": None}
     ]  # fmt: skip
 
 
@@ -127,7 +155,7 @@ def step_finished(): ...
     module.write_text(code + "raise ValueError('broken')")
     assert "ValueError: broken" in listed()[1]
     module.write_text("import warnings\nwarnings.warn('old', FutureWarning)\n" + code)
-    done = prime_rl("plugins", "list", cwd=tmp_path)
+    done = prime_rl("plugins", "list", "--verbose", cwd=tmp_path)
     assert "FutureWarning: old" in done.stderr and done.returncode == 0
 
 
@@ -147,8 +175,8 @@ def test_a_plugin_is_shown_by_its_name_or_its_distribution(name):
     assert max(map(len, text.splitlines())) <= 80
     for fact in (
         "plugin grpo",
-        "prime-rl-grpo 0.1.0",
-        "prime-rl-core<0.2,>=0.1",
+        f"prime-rl-grpo {version('prime-rl-grpo')}",
+        "prime-rl-core<0.3,>=0.2",
         "version 2",
         "prime_rl: grpo = prime_rl_grpo",
         "algorithm grpo",
@@ -202,20 +230,20 @@ def test_an_unknown_plugin_is_an_error_with_what_is_close(tmp_path):
 def test_a_sound_algorithm_passes_the_check_with_code_0():
     done = shown("check", "max_rl")
     assert done.exit_code == 0, done.stdout
-    assert done.stdout.startswith("algorithm max_rl  16 passed, 3 skipped\n")
+    assert done.stdout.startswith("algorithm max_rl  16 passed, 5 skipped\n")
     assert "permutation" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_a_plugin_is_checked_by_the_import_name_of_its_distribution():
     done = shown("check", "prime_rl_filters")
-    assert done.exit_code == 0 and done.stdout.startswith("plugin filters  3 passed\n")
+    assert done.exit_code == 0 and done.stdout.startswith("plugin filters  4 passed\n")
 
 
 def test_settings_are_given_as_in_toml():
     teacher = ['teacher.name="t"', 'teacher.base_url="http://127.0.0.1:1/v1"']
     done = shown("check", "opd", "--set", teacher[0], "--set", teacher[1])
-    assert done.exit_code == 0 and "algorithm opd  17 passed, 2 skipped" in done.stdout
+    assert done.exit_code == 0 and "algorithm opd  18 passed, 3 skipped" in done.stdout
     done = shown("check", "opd", "--json")
     (report,) = json.loads(done.stdout)["reports"]
     (outcome,) = report["checks"]
@@ -276,6 +304,38 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("odd_one", None)
 
 
+OBSERVES = '''"""Watches."""
+from prime_rl import TrainerObserver, hookimpl
+
+class Rows(TrainerObserver):
+    """Sees rows."""
+    name = "rows"
+
+@hookimpl
+def register_observers():
+    """Offer it."""
+    return [Rows]
+'''
+
+
+def test_an_observer_under_the_wrong_entry_point_group_fails_the_check(folder):
+    (folder / "src/odd_one.py").write_text(OBSERVES)
+    project = folder / "pyproject.toml"
+    right = PROJECT.replace("entry-points.prime_rl", 'entry-points."prime_rl.trainer"')
+
+    def failed():
+        reports = json.loads(shown("check", str(folder), "--json").stdout)["reports"]
+        checks = [each for report in reports for each in report["checks"]]
+        return [each["message"] for each in checks if each["status"] == "failed"]
+
+    (message,) = failed()
+    assert "the TrainerObserver Rows would never run" in message
+    assert "entry-point group 'prime_rl.trainer'" in message
+    project.write_text(right)
+    sys.modules.pop("odd_one", None)
+    assert failed() == []
+
+
 def test_a_folder_is_checked_without_being_installed(folder):
     done = shown("check", str(folder), "--json")
     assert done.exit_code == 1
@@ -296,17 +356,18 @@ def test_settings_change_what_is_checked(folder):
     assert algorithm["ok"] is True
 
 
-def test_a_heavy_import_is_found(folder):
+def test_a_heavy_import_is_found(folder, monkeypatch):
     with (folder / "src/odd_one.py").open("a") as file:
         file.write("import verifiers\n")
     (folder / "src/verifiers.py").write_text("")
+    monkeypatch.setitem(sys.modules, "verifiers", None)  # restored: other tests have the real one
+    del sys.modules["verifiers"]
     done = shown("check", str(folder), "--json")
     (message,) = [
         each["message"]
         for each in json.loads(done.stdout)["reports"][0]["checks"]
         if each["check"] == "light_import"
     ]
-    sys.modules.pop("verifiers", None)
     assert message == (
         "importing odd_one imports verifiers. Import it inside the function that needs it."
     )
@@ -390,7 +451,7 @@ def test_an_algorithm_that_core_cannot_build_fails(folder):
 def test_a_broken_plugin_does_not_stop_the_check_of_another(tmp_path, site):
     site("bad", "[prime_rl]\nbad = bad\n", "import sys; sys.exit(3)\n")
     done = prime_rl("plugins", "check", "prime_rl_filters", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("plugin filters  3 passed\n")
+    assert done.returncode == 0 and done.stdout.startswith("plugin filters  4 passed\n")
     done = prime_rl("plugins", "check", "bad", cwd=tmp_path)
     assert done.returncode == 1
     assert "failed to import: SystemExit: 3." in " ".join(done.stdout.split())

@@ -1,6 +1,7 @@
 """Every check of the kit can fail: a plugin for each, broken in that one way."""
 
 import asyncio
+import itertools
 import random
 import re
 import sys
@@ -313,6 +314,13 @@ class Undeclared(Algorithm):
     score_group = Sound.score_group
 
 
+class SaysAlone(Sound):
+    """Compares siblings, and declares that it needs none."""
+
+    group_relative = False
+    needs_siblings = False
+
+
 class Running(Sound):
     """A baseline that outlives the group."""
 
@@ -379,6 +387,21 @@ class HintsBeforeSetup(Sound):
         plan.prompt = f"{plan.prompt} {self.hint}"
 
 
+class WantsTooMany(Sound):
+    @hookimpl
+    def wanted_members(self, progress):
+        return progress.max_group_size + 1
+
+
+class TossesACoin(Sound):
+    @hookimpl
+    def wanted_members(self, progress):
+        return 2 + next(COIN) % 3
+
+
+COIN = itertools.count()
+
+
 BROKEN = [
     ("streams_align", TooShort, "advantages of rollout 0, sample 0, .*wrong length"),
     ("streams_align", NotFinite, "ref_logprobs of rollout 0, sample 0, .*not finite"),
@@ -405,11 +428,14 @@ BROKEN = [
     ("round_trip", KeepsObject, "info is .*object object.* and came back as"),
     ("reference_aligned", OffByOne, r"position 2 changed ref_logprobs at \[1\]"),
     ("group_relative", Undeclared, "Declare group_relative = True"),
+    ("siblings", SaysAlone, "scored alone instead of with its siblings: advantages of sample 0"),
     ("state_resumes", SavesNothing, "save writes nothing: a resumed run starts anew"),
     ("state_resumes", LoadsNothing, "after save and load: advantages of sample 0"),
     ("prepares", Colder, "set temperature = 0.5, and needs_temperature is 1.0"),
     ("prepares", Penalizes, "repetition_penalty would shape or replace the distribution"),
     ("prepares", HintsBeforeSetup, r"'2 \+ 2\?': AttributeError: .*'hint'"),
+    ("sizes", WantsTooMany, "gave 7, expected a whole number from 1 to max_group_size = 6"),
+    ("sizes", TossesACoin, "members, and . when it is asked again"),
     ("gradient", WrongWay, "sample 0, token 2: credit 0.5, but its logprob went from"),
     ("gradient", WrongWayWithKl, "sample 0, token 2: credit 0.5, but its logprob went from"),
     ("gradient", NoSignal, "give no gradient"),
@@ -468,7 +494,7 @@ def test_order_is_not_checked_for_an_algorithm_with_a_memory():
 def test_the_report_names_the_algorithm_and_reads_as_text_and_as_json():
     report = conformance(Sorts(PluginConfig()))
     text = str(report)
-    with_torch, without = "14 passed, 2 failed, 3 skipped", "13 passed, 2 failed, 4 skipped"
+    with_torch, without = "14 passed, 2 failed, 5 skipped", "13 passed, 2 failed, 5 skipped"
     counts = with_torch if find_spec("torch") else without
     assert text.splitlines()[0] == f"algorithm 'sound': {counts}"
     assert "  failed  inputs_kept: the group's own list was reordered" in text

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from waiting import eventually, until
 
-from prime_rl_embedded import connections
+from prime_rl_embedded import completions, connections
+from prime_rl_embedded.schema import Limits
 from prime_rl_embedded.testing import Served, serve
 from prime_rl_engine_kit import batch, body
 from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.requests import check_choices
 
 BIG = 64 * 2**20
 """More than the buffers of a connection."""
@@ -204,7 +206,9 @@ def test_a_full_queue_answers_429_until_the_clients_in_it_are_gone(small: Served
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1"), route
             assert "3 requests wait, and at most 3 may" in refused.json()["error"]["message"]
         one = batch.BatchRequest(request_id="a", token_ids=batch.ids_to_bytes([1]))
-        sent = small.http.post(batch.ROUTE, content=msgspec.msgpack.encode(batch.Batch([one])))
+        sent = small.http.post(
+            batch.ROUTE, content=msgspec.msgpack.encode(batch.RequestBatch([one]))
+        )
         (answer,) = batch.take_answers(bytearray(sent.content))
         assert (answer.status, "3 requests wait" in answer.error) == (429, True)
     eventually(lambda: small.metric("vllm:num_requests_waiting") == 0)  # still paused
@@ -232,6 +236,12 @@ DEEP = json.loads("[" * 200 + "]" * 200)
             {"prompt": [[1] * 500] * 500, "echo": True, "logprobs": 20, "max_tokens": 0},
             400,
             "at most 16 of each of 250000 tokens fit an answer",
+        ),
+        (
+            "completions",
+            {"prompt": [[1]] * 4000, "logprobs": 20, "max_tokens": 500},
+            400,
+            "4000 choices of up to 500 tokens with 20 alternatives each are 40,000,000 entries",
         ),
     ],
 )
@@ -270,6 +280,48 @@ def test_a_batch_of_too_much_work_is_refused_before_the_work(
     else:
         message = sent.json()["error"]["message"]
         assert (sent.status_code, reason in message) == (400, True), message
+
+
+def test_the_sampling_of_many_prompts_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stop tokens may be as many as the vocabulary has: prompts times these block the loop."""
+    checked = []
+    resolve = completions.resolve_sampling
+
+    def counted(*args: Any, **options: Any) -> Any:
+        checked.append(args)
+        return resolve(*args, **options)
+
+    monkeypatch.setattr(completions, "resolve_sampling", counted)
+    limits = Limits("m", max_model_len=10, vocab_size=5, eos_token_ids=frozenset({4}))
+    texts = SimpleNamespace(limits=limits, answer=lambda index, request, *_: request)
+    route = completions.Completions(texts)  # type: ignore[arg-type]
+    body = completions.CompletionBody(prompt="", stop_token_ids=[1, 2], max_tokens=5, n=2, seed=7)
+    requests: list[Any] = route._answers(body, [[0] * 3, [0] * 8, [0]])
+    assert len(checked) == 1
+    # 10 tokens of context: the second prompt leaves room for 2.
+    assert [request.params.max_tokens for request in requests] == [5, 5, 2, 2, 5, 5]
+    assert [request.params.seed for request in requests] == [7, 8] * 3
+    assert {request.params.stop_token_ids for request in requests} == {frozenset({1, 2, 4})}
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "max_tokens", "alternatives", "is_refused"),
+    [
+        (1, 2**22, 1, False),
+        (1, 2**22 + 1, 1, True),
+        (128, 2**15, 1, False),
+        (128, 2**15, 2, True),
+        (128, 2**30, None, False),  # as many numbers as tokens
+        (4, 2**15, 20, False),
+        (8, 2**15, 20, True),
+    ],
+)
+def test_alternatives_of_sampled_tokens_are_bounded(
+    num_choices: int, max_tokens: int, alternatives: int | None, is_refused: bool
+) -> None:
+    refused = pytest.raises(RequestError, match="Lower max_tokens, n or the number of logprobs")
+    with refused if is_refused else nullcontext():
+        check_choices(num_choices, max_tokens, alternatives)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from prime_rl_engine_kit.batch import (
     ROUTE,
     Abort,
     Answer,
-    Batch,
     BatchRequest,
+    RequestBatch,
     bytes_to_ids,
     ids_to_bytes,
     logprobs_to_bytes,
@@ -24,7 +24,7 @@ from prime_rl_engine_kit.batch import (
 
 
 def ask(server: Served, *requests: BatchRequest) -> dict[int, Answer]:
-    reply = server.http.post(ROUTE, content=msgspec.msgpack.encode(Batch([*requests])))
+    reply = server.http.post(ROUTE, content=msgspec.msgpack.encode(RequestBatch([*requests])))
     assert reply.status_code == 200, reply.text
     return {answer.index: answer for answer in take_answers(bytearray(reply.content))}
 

@@ -57,7 +57,7 @@ def test_the_command_carries_the_launch_and_the_settings_but_never_the_key() -> 
 
 
 def test_importing_the_plugin_is_light() -> None:
-    """`prime-rl plugins list` imports it."""
+    """Every check of a config imports it."""
     code = "import sys, prime_rl_embedded; print([m for m in HEAVY if m in sys.modules])"
     heavy = "HEAVY = ['torch', 'transformers', 'verifiers', 'starlette', 'uvicorn', 'safetensors']"
     out = subprocess.run(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,36 @@ pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments
 from misbehaving import KINDS, ORPHAN
 from renderers import Qwen3RendererConfig
 from scripted_engine import scripted_engine
+from typer.testing import CliRunner
+from verifiers.v1.serve.client import EnvClient
+from verifiers.v1.serve.types import HealthRequest
 from waiting import LIMIT
 
+from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
+from prime_rl.env.loading import import_verifiers, load_environment
+from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.launch import ADMIN_KEY, ENV_SERVER_KEY
 from prime_rl.rundir.machine import free_ports
+from prime_rl_app.cli.app import app
 from prime_rl_env_workers import pool as pools
+from prime_rl_env_workers.client import Alive, WorkerClient
 from prime_rl_env_workers.environment import (
     WorkerEnvironment,
     automatic_number,
     make_environment,
     named_keys,
     shared_by,
+    to_wire,
 )
-from prime_rl_env_workers.forks import Forks
+from prime_rl_env_workers.forks import WorkerForks
+from prime_rl_env_workers.placed import EnvServer, key_bytes, placed_key
+from prime_rl_env_workers.server import WorkerServer, from_wire
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
+KEY = "a key of serve-env, long enough"
 HERE = str(Path(__file__).parent)
 WORKERS = 3
 
@@ -66,6 +81,7 @@ def test_an_environment_takes_nothing_down_but_its_rollout(
 ) -> None:
     monkeypatch.setattr(pools, "LATE_SECONDS", 1.0)
     monkeypatch.setenv("PRIME_RL_ADMIN_KEY", "of the engines")
+    monkeypatch.setenv(ENV_SERVER_KEY, KEY)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "status").mkdir()
@@ -116,17 +132,16 @@ async def misbehave(
 
     async with env:
         for (first, one), (second, other) in (
-            (("sys_exit", "exited with code 3"), ("os_exit", "exited with code 4")),
-            (("segfault", "ended by SIGSEGV"), ("abort", "ended by SIGABRT")),
-            (("stop_loop", "Event loop stopped"), ("cancel_all", "exited with code")),
-            (("close_files", ""), ("keyboard_interrupt", "exited with code")),
+            (("os_exit", "exited with code 4"), ("segfault", "ended by SIGSEGV")),
+            (("abort", "ended by SIGABRT"), ("stop_loop", "Event loop stopped")),
+            (("cancel_all", "exited with code"), ("close_files", "")),
             (("leak", "it grew to "), ("orphan", "exited with code 5")),
             (("cpu_loop", "was blocked for 10 s"), ("blocking", "was blocked for 10 s")),
         ):
             texts = await reasons(first, second)
             assert named(texts[0], one), texts
             assert named(texts[1], other), texts
-        assert pool.metrics()["replaced"] == pool.metrics()["lost_rollouts"] == 12.0
+        assert pool.metrics()["replaced"] == pool.metrics()["lost_rollouts"] == 10.0
         lines = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]
         assert not any(ORPHAN in line for line in lines)
 
@@ -135,6 +150,8 @@ async def misbehave(
         expected = {
             "raise_cancelled": "Cancelled: rollout aborted",
             "base_exception": "it raised Odd: not an Exception",
+            "sys_exit": "SystemExit: 3",
+            "keyboard_interrupt": "KeyboardInterrupt",
             "recursion": "RecursionError: maximum recursion depth",
             "nan": "BadResult: the reward 'behaves' is nan; expected a finite number",
             "infinite_metric": "BadResult: the metric 'size' is inf; expected",
@@ -151,19 +168,24 @@ async def misbehave(
             text = f"{result.error_type}: {result.error}"
             assert not result.ok, kind
             assert expected[kind] in text, (kind, text)
-        pool.limits = pools.Limits(pool.limits.hang_timeout, pool.limits.max_memory, timeout=1.0)
+        pool.limits = pools.WorkerLimits(
+            pool.limits.hang_timeout, pool.limits.max_memory, timeout=1.0
+        )
         tasks = {kind: begin(kind) for kind in ("endless_await", "immortal")}
         for task in tasks.values():
             (result,) = await task
             assert "gave no result" in str(result.error)
-        pool.limits = pools.Limits(pool.limits.hang_timeout, pool.limits.max_memory, timeout=None)
+        pool.limits = pools.WorkerLimits(
+            pool.limits.hang_timeout, pool.limits.max_memory, timeout=None
+        )
         await all_work()
         here = [worker.fork for worker in pool.workers if worker and worker.fork]
         assert [fork.pid for fork in here] == processes
-        assert pool.metrics()["replaced"] == 12.0
+        assert pool.metrics()["replaced"] == 10.0
 
         keys = [psutil.Process(fork.pid).environ() for fork in here]
         assert not any("PRIME_RL_ADMIN_KEY" in each for each in keys)
+        assert not any(KEY in each.values() for each in keys)
         server = psutil.Process(here[0].pid).parent()
         assert server is not None
         async with remote:
@@ -176,10 +198,103 @@ async def misbehave(
 
         await all_work()
         server.kill()
-        await eventually(lambda: pool.metrics()["replaced"] == 16.0)
+        await eventually(lambda: pool.metrics()["replaced"] == 14.0)
         await all_work()
         children = [worker.fork.pid for worker in pool.workers if worker and worker.fork]
     await eventually(lambda: not any(map(psutil.pid_exists, children)))
+
+
+# -- the key of serve-env ------------------------------------------------------------------------
+
+
+def served(address: str, key: bytes | None) -> WorkerServer:
+    settings = EnvSettings(id="misbehaving")
+    config = load_environment(import_verifiers(settings), settings).config
+    return WorkerServer(config, address, key)
+
+
+async def answers(client: EnvClient, seconds: float) -> bool:
+    """Whether a server answers within the time, which is long if it is to, and short if not."""
+    try:
+        async with asyncio.timeout(seconds):
+            await client._request(HealthRequest(), Alive)
+    except TimeoutError:
+        return False
+    finally:
+        await client.close()
+    return True
+
+
+def test_a_server_with_a_key_answers_those_who_have_it() -> None:
+    async def check() -> None:
+        (port,) = free_ports(1)
+        address = f"tcp://127.0.0.1:{port}"
+        server = served(address, key_bytes(KEY))
+        serving = asyncio.create_task(server.run())
+        try:
+            # One after the other: each of the strangers has had the time of an answer.
+            assert await answers(WorkerClient(address, key_bytes(KEY)), LIMIT)
+            for stranger in (
+                EnvClient(address),
+                WorkerClient(address),
+                WorkerClient(address, key_bytes(KEY[::-1])),
+            ):
+                assert not await answers(stranger, 0.3)
+            assert await answers(WorkerClient(address, key_bytes(KEY)), LIMIT)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_a_peer_without_the_key_makes_a_server_hold_nothing() -> None:
+    """A message of endless parts, which a socket keeps until the last one is there."""
+
+    async def check() -> None:
+        (port,) = free_ports(1)
+        server = served(f"tcp://127.0.0.1:{port}", key_bytes(KEY))
+        serving = asyncio.create_task(server.run())
+        try:
+            greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(greeting)
+            part = b"\x03" + (1 << 20).to_bytes(8, "big") + b"x" * (1 << 20)
+            with suppress(ConnectionError):
+                for _ in range(100):
+                    writer.write(part)
+                    async with asyncio.timeout(LIMIT):
+                        await writer.drain()
+                async with asyncio.timeout(LIMIT):
+                    while await reader.read(1 << 16):  # the server ends the connection
+                        pass
+            writer.close()
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    before = psutil.Process().memory_info().rss
+    asyncio.run(check())
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_a_server_for_other_machines_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_SERVER_KEY, raising=False)
+    result = CliRunner().invoke(app, ["serve-env", "none.toml", "--host", "10.0.0.5"])
+    assert result.exit_code == 2
+    assert ENV_SERVER_KEY in result.output
+    assert "token_hex" in result.output
+    with pytest.raises(ConfigError, match="at least 16 characters, found 5"):
+        key_bytes("short")
+
+
+def test_servers_that_a_launcher_places_have_a_key_of_the_run(tmp_path: Path) -> None:
+    orchestrator = {ADMIN_KEY: "a", ENV_SERVER_KEY: "of the user", PROCESS: "1:orchestrator:x"}
+    server = EnvServer("env_train_0_0", "train/a", 1, [], tmp_path / "file")
+    own = server.environment(orchestrator)
+    assert ADMIN_KEY not in own
+    assert own[ENV_SERVER_KEY] == placed_key(orchestrator)
+    assert own[ENV_SERVER_KEY] != placed_key({**orchestrator, ADMIN_KEY: "b"})
 
 
 # -- without -------------------------------------------------------------------------------------
@@ -205,8 +320,10 @@ def test_workers_get_the_keys_that_the_config_names_and_no_other() -> None:
     config = {
         "judge": {"client": {"api_key_var": "JUDGE_KEY", "headers_from_env": {"X-Team": "TEAM"}}},
         "agents": [{"harness": {"forward_env": ["SEARCH_KEY"]}}, {"api_key_var": None}],
+        "models": {"big": {"api_key_var": ["BIG_KEY", "BIG_KEY_2"]}},
     }
-    assert sorted(named_keys(config)) == ["JUDGE_KEY", "SEARCH_KEY", "TEAM"]
+    keys = ["BIG_KEY", "BIG_KEY_2", "JUDGE_KEY"]
+    assert sorted(named_keys(config)) == [*keys, "SEARCH_KEY", "TEAM"]
 
 
 async def test_closing_does_not_wait_for_a_fork_server_that_imports(
@@ -216,8 +333,46 @@ async def test_closing_does_not_wait_for_a_fork_server_that_imports(
     blocks = f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep({10 * LIMIT})"
     (tmp_path / "renderers.py").write_text(blocks)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    forks = Forks()
+    forks = WorkerForks()
     fork = await forks.start("misbehaving 0", "ipc:///nowhere", {})
     await eventually(began.exists)
     await asyncio.wait_for(forks.close(), LIMIT)
     assert "was ended by SIGTERM" in fork.ended.result()
+
+
+def test_the_settings_of_an_env_arrive_in_its_workers_as_they_were() -> None:
+    engine = ModelEndpoint(
+        name="m",
+        base_url="http://127.0.0.1:8001/v1",
+        api_key_var="KEY",
+        timeout=3.0,
+        headers=(("a", "b"),),
+        headers_from_env=(("c", "D"),),
+    )
+    settings = EnvSettings(
+        id="reversal-duel",
+        name="duel",
+        args={"size": 3},
+        harness={"id": "in-process"},
+        timeout=2.0,
+        max_turns=4,
+        renderer=Qwen3RendererConfig(enable_thinking=False),
+        tokenizer_path=Path("models") / "m",
+        untrained=frozenset({"black"}),
+        past_agents=frozenset({"black"}),
+        past=engine,
+    )
+    assert from_wire(json.loads(json.dumps(to_wire(settings)))) == settings
+    plain = EnvSettings(id="reversal-duel")
+    assert from_wire(json.loads(json.dumps(to_wire(plain)))) == plain
+
+
+def test_an_env_that_an_earlier_version_plays_is_not_served(tmp_path: Path) -> None:
+    config = tmp_path / "duel.toml"
+    config.write_text(
+        'max_steps = 1\nmodel.name = "m"\n[[orchestrator.train.env]]\nid = "reversal-duel"\n'
+        '[orchestrator.train.env.agents.black]\nmodel = "past"\n'
+    )
+    result = CliRunner().invoke(app, ["serve-env", str(config)])
+    assert result.exit_code == 2
+    assert "an earlier version plays agent 'black', and only the run knows" in result.output

@@ -11,7 +11,7 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.run import RunConfig
-from prime_rl_env_workers.forks import Forks
+from prime_rl_env_workers.forks import WorkerForks
 from prime_rl_env_workers.placed import (
     SERVERS,
     announce,
@@ -22,7 +22,7 @@ from prime_rl_env_workers.placed import (
     placed_workers,
     servers_of,
 )
-from prime_rl_env_workers.pool import Limits, Pool
+from prime_rl_env_workers.pool import Pool, WorkerLimits
 
 TRAIN = [{"id": "a", "env_workers": 3}, {"id": "b", "address": ["tcp://10.0.0.5:5000"]}]
 EVAL = [{"id": "a"}, {"id": "c", "env_workers": "auto"}]
@@ -51,7 +51,10 @@ def test_each_worker_is_with_one_server_which_has_no_admin_key(
     ]
     given = {"PRIME_RL_ADMIN_KEY": "admin", "PRIME_RL_ENGINE_API_KEY": "engine"}
     given |= {"PRIME_RL_PROCESS": "2:orchestrator:/runs/one:two"}
-    assert servers[0].environment(given) == {
+    environment = servers[0].environment(given)
+    key = environment.pop("PRIME_RL_ENV_SERVER_KEY")
+    assert len(bytes.fromhex(key)) == 32
+    assert environment == {
         "PRIME_RL_ENGINE_API_KEY": "engine",
         "PRIME_RL_PROCESS": "2:env_train_0_0:/runs/one:two",
     }
@@ -74,6 +77,7 @@ def test_each_worker_is_with_one_server_which_has_no_admin_key(
         servers_of(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_auto_places_equal_workers_of_envs_that_are_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +112,7 @@ async def test_a_server_that_cannot_start_ends_the_run_with_its_reason(
     (env, _) = written(tmp_path).orchestrator.eval.env
     servers = [each for each in servers_of(tmp_path, 1) if each.env == "eval/a"]
     monkeypatch.setenv(SERVERS, orchestrator_environment(servers)[SERVERS])
-    pool = Pool("a", 1, Limits(60.0, 1.0, None), {}, Forks(), placed_workers(env, 1))
+    pool = Pool("a", 1, WorkerLimits(60.0, 1.0, None), {}, WorkerForks(), placed_workers(env, 1))
     await pool.start()
     waiting = asyncio.create_task(pool.ready())
     give_up(servers[0].file, "env_eval_0_0 ended 3 times before it was ready: no module named a")
@@ -116,3 +120,10 @@ async def test_a_server_that_cannot_start_ends_the_run_with_its_reason(
         with pytest.raises(RunError, match="no module named a"):
             await waiting
     await pool.close()
+
+
+def test_an_env_that_an_earlier_version_plays_is_not_placed(tmp_path: Path) -> None:
+    """Its servers would ask the policy in the place of the earlier version."""
+    duel = {"id": "duel", "env_workers": 3, "agents": {"black": {"model": "past"}}}
+    written(tmp_path, train={"env": [TRAIN[0], duel]})
+    assert [each.env for each in servers_of(tmp_path, 1)] == ["train/a", "eval/a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from renderers import Qwen3RendererConfig, create_renderer
 
 from prime_rl import RunError
 from prime_rl_environments.tasks import LOOKUP_SCHEMA
-from prime_rl_environments.tiny import TinyChat, TinyChatConfig
+from prime_rl_environments.tiny import Recipe, TinyChat, TinyChatConfig
 from prime_rl_environments.tiny.chat import (
     build_chat_tokenizer,
     encode,
@@ -30,7 +31,7 @@ from prime_rl_environments.tiny.make import build_model, build_optimizer
 
 TOKENIZER = build_chat_tokenizer()
 TOOLS = "".join(tools_block())
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
+SMALL = Recipe(hidden_size=16, intermediate_size=16, head_dim=4)
 
 
 def ids_of(text: str) -> list[int]:
@@ -98,26 +99,25 @@ def test_padding_shifts_the_labels_and_trains_nothing_else() -> None:
 def test_a_batch_in_parts_gives_the_step_of_the_whole_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = TinyChatConfig(**SMALL)
     talks = [next(lessons(kind, seed)) for seed in range(2) for kind in LESSONS]
     columns = encode(TOKENIZER, talks, TOOLS)
     weights = []
     for chunks in (1, 3):
         monkeypatch.setattr("prime_rl_environments.tiny.chat.CHUNKS", chunks)
-        model = build_model(config, TOKENIZER, 0)
+        model = build_model(SMALL, TOKENIZER, 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         assert supervised_step(model, optimizer, columns) == [False] * len(talks)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
-    before = torch.cat([p.flatten() for p in build_model(config, TOKENIZER, 0).parameters()])
+    before = torch.cat([p.flatten() for p in build_model(SMALL, TOKENIZER, 0).parameters()])
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
     assert (weights[0] - before).abs().max() > 1e-3
 
 
 def test_correct_rows_are_reported_in_the_order_of_the_batch() -> None:
     torch.set_num_threads(1)
-    config = TinyChatConfig(**SMALL, warmup_lr=2e-2, warmup_ramp_steps=0)
-    model = build_model(config, TOKENIZER, 0)
-    optimizer = build_optimizer(model, config)
+    recipe = replace(SMALL, warmup_lr=2e-2, warmup_ramp_steps=0)
+    model = build_model(recipe, TOKENIZER, 0)
+    optimizer = build_optimizer(model, recipe)
     known = Conversation([Message("user", "ab"), Message("assistant", "cd", trained=True)])
     other = Conversation([Message("user", "x"), Message("assistant", "yz", trained=True)])
     for _ in range(30):
@@ -136,11 +136,14 @@ def test_learned_and_open_ended_lessons_get_every_fourth_turn() -> None:
 
 
 def test_a_warm_up_that_misses_its_target_names_the_lessons(tmp_path: Path) -> None:
-    config = TinyChatConfig(**SMALL, lessons=["reverse", "propose"], warmup_max_steps=3)
+    class Short(TinyChat):
+        recipe = replace(SMALL, warmup_max_steps=3)
+
+    config = TinyChatConfig(lessons=["reverse", "propose"])
     with pytest.raises(
         RunError, match=r"after 3 supervised steps .*'reverse': 0\.0.*'reverse': 0\.12"
     ):
-        TinyChat(config).make(tmp_path / "m", 0, lambda state, share: None)
+        Short(config).make(tmp_path / "m", 0, lambda state, share: None)
     assert not (tmp_path / "m").exists()
 
 

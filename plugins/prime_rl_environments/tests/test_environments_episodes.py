@@ -247,9 +247,53 @@ async def test_the_env_sets_the_number_of_attempts(engine: Any, play: Play) -> N
     assert [each.agent for each in results] == ["proposer", "solver", "solver"]
 
 
+# -- reversal-duel and reversal-judge -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "won"), [({4}, 1.0), ({5}, -1.0), ({4, 5}, 0.0), (set(), 0.0)], ids=str
+)
+async def test_the_better_reply_wins_what_the_other_loses(
+    engine: Any, play: Play, right: set[int], won: float
+) -> None:
+    """``right``: the lengths of the words that are reversed. White has four letters, black five."""
+
+    def script(prompt: str) -> str:
+        (word,) = said(prompt)
+        return word[::-1] if len(word) in right else "_" * len(word)
+
+    engine.script = script
+    white, black = await play("reversal-duel", args={"min_letters": 4, "max_letters": 4})
+    assert (white.agent, black.agent) == ("white", "black")
+    assert (white.rewards, black.rewards) == ({"won": won}, {"won": -won})
+    assert [each.metrics["exact"] for each in (white, black)] == [4 in right, 5 in right]
+    word = white.task_fields["prompt"]
+    assert black.task_fields["prompt"] == word + word[0]
+
+
+async def test_the_judges_key_decides_for_the_writer_and_the_truth_for_the_judge(
+    engine: Any, play: Play
+) -> None:
+    replies = iter(["right", "one wrong"])
+
+    def script(prompt: str) -> str:
+        answer = said(prompt)[0][::-1]
+        return answer if next(replies) == "right" else "_" + answer[1:]
+
+    engine.script = script
+    writer, judge = await play("reversal-judge", args={"min_letters": 4, "max_letters": 4})
+    assert (writer.agent, judge.agent) == ("writer", "judge")
+    # The writer is right, and the key differs from it in one place of four.
+    assert (writer.rewards, judge.rewards) == ({"verdict": 0.75}, {"right": 0.75})
+    assert (writer.metrics["exact"], judge.metrics["exact"]) == (1.0, 0.0)
+
+
 # -- every environment ------------------------------------------------------------------------
 
-IDS = ("reverse-text", "reverse-retry", "word-lookup", "reverse-relay", "propose-solve")
+IDS = (
+    *("text-reversal", "reverse-retry", "word-lookup", "reverse-relay", "propose-solve"),
+    *("reversal-duel", "reversal-judge"),
+)
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -275,9 +319,9 @@ def test_rows_are_seeded_and_the_splits_share_no_word(env_id: str) -> None:
     )
 
 
-def test_a_row_of_reverse_text_has_an_experts_reply() -> None:
+def test_a_row_of_text_reversal_has_an_experts_reply() -> None:
     data = (
-        Environment(EnvSettings(default_harness={"id": "in-process"}, id="reverse-text"))
+        Environment(EnvSettings(default_harness={"id": "in-process"}, id="text-reversal"))
         .examples[0]
         .task.data
     )

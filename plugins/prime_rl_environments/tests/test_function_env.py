@@ -18,15 +18,16 @@ from waiting import LIMIT
 
 import prime_rl
 from function import travel
+from function.env_hooks import GroupReward
 from function.load import load_functions
 from prime_rl import ConfigError, Rollout, Sample
 from prime_rl.config.orchestrator import EnvConfig
+from prime_rl.env import loading
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
 from prime_rl.env.loading import check_taskset
 from prime_rl.env.traces import build_rollout
 from prime_rl.testing import logged_metrics
-from prime_rl_environments import score_group
 
 ROWS = [
     {"prompt": "2+3?", "answer": "5", "id": 7, "name": None, "image": "x.png"},
@@ -157,6 +158,11 @@ def rollouts(env_table: dict[str, Any], replies: list[str], row: int = 0) -> lis
     ]
 
 
+async def score_group(group: list[Rollout]) -> None:
+    """As in the scope of the env."""
+    await GroupReward().score_group(group)
+
+
 def relative(replies: list[str], answer: str, completion_ids: list[list[int]]) -> list[float]:
     assert answer == "5" and completion_ids == [[2]] * len(replies)
     longest = max(len(reply) for reply in replies)
@@ -216,6 +222,27 @@ async def test_a_group_whose_reward_fails_does_not_train(
     for rollout in group:
         weights = rollout.samples[0].rl_weights
         assert rollout.reward == 0.0 and weights is not None and weights.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "num_hooks"),
+    [(relative, 1), ([later], 1), (lambda reply: 1.0, 0), ([lambda reply: 1.0, relative], 1)],
+)
+def test_only_an_env_with_a_group_reward_has_a_hook_for_groups(
+    tmp_path: Path, rewards: Any, num_hooks: int
+) -> None:
+    table = prime_rl.function_env(ROWS, rewards, output_dir=tmp_path)
+    assert len(loading.env_hooks(table["id"], table["args"])) == num_hooks
+
+
+@pytest.mark.parametrize("env_id", ["reverse-text", "word-lookup", "gsm8k-v1", "no-such-env"])
+def test_other_envs_bring_no_hooks(env_id: str) -> None:
+    assert loading.env_hooks(env_id, {}) == []
+
+
+def test_saved_rollouts_are_scored_again_without_the_functions() -> None:
+    (hooks,) = loading.env_hooks("function", None)
+    assert isinstance(hooks, GroupReward)
 
 
 async def test_other_envs_groups_are_left_alone() -> None:
@@ -370,3 +397,22 @@ def test_a_reward_with_a_name_of_the_base_class_is_refused(
     settings = EnvSettings(id="shadow-env", default_harness={"id": "in-process"})
     with pytest.raises(ConfigError, match=rf"ShadowTask.{name} is a @vf.reward, and replaces"):
         Environment(settings)
+
+
+async def test_terms_in_float32_add_up_as_if_they_were_exact(tmp_path: Path) -> None:
+    def single(values: list[float], name: str) -> list[dict[str, float]]:
+        return [{name: float(np.float32(value))} for value in values]
+
+    def first(replies: list[str]) -> list[dict[str, float]]:
+        return single([0.1, 0.3], "first")
+
+    def second(replies: list[str]) -> list[dict[str, float]]:
+        return single([0.2, 0.0], "second")
+
+    table = prime_rl.function_env(ROWS, [first, second], output_dir=tmp_path)
+    group = rollouts(table, ["ab", "a"])
+    for rollout in group:
+        rollout.reward = 0.0
+    with logged_metrics():
+        await score_group(group)
+    assert [each.reward for each in group] == [0.3, 0.3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import math
 from decimal import Decimal
 from typing import Any
@@ -61,6 +62,19 @@ def test_parameters_by_position_only_and_by_name_only(taken: set[str], mark: str
     names = ", ".join(sorted(taken))
     function = named(f"{names}, /" if mark == "/" else f"*, {names}")
     assert call(function) == {name: AVAILABLE[name] for name in taken}
+
+
+def test_a_function_that_changes_what_it_got_changes_it_for_no_other_call() -> None:
+    def empties(reply: str, *, tags: list[str], messages: list[dict[str, Any]], **rest: Any) -> int:
+        messages[0]["content"] = "gone"
+        tags.pop()
+        return len(tags)
+
+    (made,) = reward_functions([empties])
+    available = AVAILABLE | {"tags": ["a", "b"], "messages": [{"role": "user", "content": "x"}]}
+    before = json.dumps(available)
+    assert [asyncio.run(made(**available)) for _ in range(3)] == [1, 1, 1]
+    assert json.dumps(available) == before
 
 
 def test_kwargs_get_everything() -> None:
@@ -244,3 +258,24 @@ def test_terms_add_up_once_each_and_every_weight_needs_a_term() -> None:
 def test_a_weight_is_a_finite_number(weight: Any) -> None:
     with pytest.raises(ConfigError, match=r"weights\.a: expected a"):
         check_weights({"a": weight})
+
+
+async def _judged() -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "label"),
+    [
+        (lambda reply: {"judge": _judged()}, r"reward\['judge'\]"),
+        (lambda replies: [_judged() for _ in replies], "reward"),
+    ],
+)
+def test_a_coroutine_that_nothing_awaited_is_named(function: Any, label: str) -> None:
+    (made,) = reward_functions([function])
+    said = rf"{label} returned the coroutine _judged\(\), which nothing awaited"
+    with pytest.raises(RewardFault, match=said):
+        if made.is_group:
+            terms_of_group(made, function(["a"]), 1)
+        else:
+            terms_of(made, function("a"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from function.rows import checked_rows, read_rows, rows_of
+from function.rows import checked_rows, num_rows, read_rows, rows_of
 from prime_rl import ConfigError
 
 ROWS = [{"prompt": "2+3?", "answer": "5"}, {"prompt": "a\u2028b", "answer": 'x,"y"\nz'}]
@@ -40,6 +42,27 @@ def test_each_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> N
     assert read_rows(str(write(tmp_path / f"rows{suffix}", ROWS))) == ROWS
 
 
+def test_a_missing_date_of_a_frame_is_none() -> None:
+    class NaT(datetime):
+        """pandas' missing time: a datetime that equals nothing, itself not either."""
+
+        def __eq__(self, other: object) -> bool:
+            return False
+
+        def __ne__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    class Frame:
+        columns = ("prompt", "day")
+
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            return [{"prompt": "a", "day": NaT(1970, 1, 1)}]
+
+    assert rows_of(Frame()) == [{"prompt": "a", "day": None}]
+
+
 def test_lists_texts_tables_and_frames_give_rows() -> None:
     class Frame:
         columns = ("prompt", "answer")
@@ -56,6 +79,12 @@ def test_lists_texts_tables_and_frames_give_rows() -> None:
 @pytest.mark.parametrize("data", ["questions", {"prompt": "a"}, 3, None])
 def test_what_is_no_list_of_rows_is_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match="prompts: expected a list of rows, got"):
+        rows_of(data)
+
+
+@pytest.mark.parametrize("data", [{"a", "b"}, frozenset("ab")])
+def test_rows_without_an_order_are_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match=r"prompts: a set has another order.*sorted"):
         rows_of(data)
 
 
@@ -84,6 +113,32 @@ def test_broken_files_are_refused_with_the_place(
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_rows(str(path))
+
+
+class FrameOfTwo:
+    """What pandas has of a frame with two columns of one name: its rows have the last."""
+
+    columns = ("prompt", "a", "a")
+
+    def to_dict(self, orient: str) -> list[dict[str, str]]:
+        return [{"prompt": "p", "a": "2"}]
+
+
+def test_two_columns_of_one_name_are_refused_wherever_they_are_from(tmp_path: Path) -> None:
+    table = pa.table([["p"], ["1"], ["2"]], names=["prompt", "a", "a"])
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path)
+    frame = FrameOfTwo()
+    for read in (lambda: read_rows(str(path)), lambda: rows_of(table), lambda: rows_of(frame)):
+        with pytest.raises(ConfigError, match="has two columns called 'a'"):
+            read()
+
+
+def test_a_cell_of_csv_may_be_long_and_the_limit_of_the_module_stays(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(f"prompt\n{'x' * 200_000}\n")
+    assert read_rows(str(tmp_path / "a.csv")) == [{"prompt": "x" * 200_000}]
+    assert csv.field_size_limit() == before
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -148,8 +203,18 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": [{"role": "user"}]}, "message 1: expected a table with role and content"),
         ({"prompt": [{"role": "me", "content": ""}]}, "role is 'me', expected one of system"),
         ({"prompt": [{"role": "user", "content": 1}]}, "message 1: content is int 1"),
+        ({"prompt": [{"role": "user", "content": ["a"]}]}, "message 1: content has the part str"),
+        ({"prompt": [{"role": "user", "content": [{}]}]}, "message 1: content has the part dict"),
         ({"prompt": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "last message is the as"),
         ({"prompt": "a", "x": float("nan")}, "row 1, column 'x': float nan has no form in JSON"),
+        ({"prompt": "a", "x": {"b", "c"}}, "row 1, column 'x': set .*a set is neither text"),
+        ({"prompt": "a", "x": [frozenset()]}, "column 'x': .*a frozenset is neither text"),
+        ({"prompt": "a", "x": b"yes"}, "column 'x': bytes .*a bytes is neither text"),
+        ({"prompt": "a", "x": date(2026, 1, 2)}, "column 'x': .*a date is neither text"),
+        ({"prompt": "a", "x": Decimal("0.1")}, "column 'x': .*a Decimal is neither text"),
+        ({"prompt": "a", "x": {"y": 1j}}, "column 'x': .*a complex is neither text"),
+        ({"prompt": "a", "x": {1: "b"}}, "column 'x': .*a table's key is int 1, expected a text"),
+        ({"prompt": "a", "x": iter("b")}, "column 'x': .*_iterator is neither text"),
         ({"prompt": "a", "x": object}, "column 'x': .* has no form in JSON"),
         ({"prompt": "a", "x": "\ud800"}, "column 'x': .* has no form in JSON"),
         ({"prompt": "a", 3: "b"}, "a column is called 3; expected a text"),
@@ -195,6 +260,41 @@ def test_what_json_has_arrives_as_it_was(cell: Any) -> None:
     assert checked_rows([{"prompt": "a", "cell": cell}]) == [{"prompt": "a", "cell": cell}]
 
 
+def test_dates_and_decimals_of_a_table_become_texts(tmp_path: Path) -> None:
+    row = {"prompt": "a", "day": date(2026, 1, 2), "price": Decimal("0.10"), "at": [time(1, 2)]}
+    table = pa.Table.from_pylist([row])
+    pq.write_table(table, tmp_path / "rows.parquet")
+
+    expected = [{"prompt": "a", "day": "2026-01-02", "price": "0.10", "at": ["01:02:00"]}]
+    assert checked_rows(rows_of(table)) == expected
+    assert checked_rows(read_rows(str(tmp_path / "rows.parquet"))) == expected
+
+
 def test_arrays_and_tuples_become_lists() -> None:
     row = {"prompt": "a", "x": np.arange(2), "y": (1, 2), "z": np.float64(0.5)}
     assert checked_rows([row]) == [{"prompt": "a", "x": [0, 1], "y": [1, 2], "z": 0.5}]
+
+
+CELLS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=6)
+
+
+@given(rows=st.lists(CELLS, min_size=1, max_size=5), suffix=st.sampled_from([".jsonl", ".csv"]))
+def test_rows_are_counted_as_they_are_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[str], suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / f"data{suffix}"
+    if suffix == ".jsonl":
+        lines = [json.dumps({"prompt": cell}, ensure_ascii=False) for cell in rows]
+        path.write_bytes(b"\xef\xbb\xbf" + "\n\n \r\n".join([*lines, ""]).encode())
+    else:
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file).writerows([["prompt"], *([cell] for cell in rows)])
+    assert num_rows(str(path)) == len(read_rows(str(path))) == len(rows)
+
+
+def test_rows_of_parquet_are_counted_by_its_metadata(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "data.parquet")
+    assert num_rows(str(tmp_path / "data.parquet")) == 3
+    (tmp_path / "wrong.parquet").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="is no Parquet file"):
+        num_rows(str(tmp_path / "wrong.parquet"))

@@ -17,7 +17,7 @@ from aiohttp import web
 from loopback import listening
 from renderers import Qwen3RendererConfig, create_renderer, reasoning
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
-from renderers.configs import DeepSeekV3RendererConfig
+from renderers.configs import DeepSeekV3RendererConfig, Llama3RendererConfig
 from scripted_replies import TOKENIZER
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from waiting import LIMIT
@@ -649,6 +649,74 @@ def test_a_section_of_calls_without_any_call_stays_text_and_is_reported(section:
     parsed = deepseek_reply(f"said{section}")
     assert parsed.content == f"said\n{section}"
     assert [fault_of(call) for call in parsed.tool_calls] == ["no call follows its first token"]
+
+
+def deepseek_call(name: str) -> str:
+    begin = deepseek("tool▁call▁begin")
+    end = deepseek("tool▁call▁end")
+    return f'{begin}function{SEP}{name}\n```json\n{{"a": 1}}\n```{end}'
+
+
+END = deepseek("tool▁calls▁end")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (f"hi{BEGIN}{deepseek_call('x')}{END}", "hi", ["x"]),
+        (f"hi{BEGIN}{deepseek_call('x')}{END} and more", "hi\nand more", ["x"]),
+        (f"{BEGIN}{deepseek_call('x')}{END}\n\n", "", ["x"]),
+        (f"{BEGIN}{deepseek_call('x')}", "", ["x"]),
+        (f"{BEGIN}lead {deepseek_call('x')}{END}", "lead", ["x"]),
+        (
+            f"{BEGIN}{deepseek_call('x')}between{deepseek_call('y')}{END}after",
+            "between\nafter",
+            ["x", "y"],
+        ),
+        (f"<think>t</think>said{BEGIN}{deepseek_call('x')}{END}more", "said\nmore", ["x"]),
+    ],
+)
+def test_a_text_beside_calls_stays_and_the_calls_do_too(
+    text: str, content: str, names: list[str]
+) -> None:
+    """The parser of DeepSeek reads what stands before the section, and calls in it."""
+    parsed = deepseek_reply(text)
+    assert parsed.content == content
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
+        (name, {"a": 1}) for name in names
+    ]
+
+
+LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA_CALL = '{"name": "f", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("hello", "hello", []),
+        (LLAMA_CALL, "", ["f"]),
+        (f"{LLAMA_HEADER}bye", "bye", []),
+        (f"{LLAMA_HEADER}{LLAMA_CALL}", "", ["f"]),
+        ("hello<|end_header_id|>bye", "hello\nbye", []),
+        ("gone<|end_header_id|>", "gone", []),
+        (f"x{LLAMA_HEADER}{LLAMA_CALL}", "x", ["f"]),
+        ("a<|end_header_id|>b<|end_header_id|>c", "a<|end_header_id|>b\nc", []),
+    ],
+)
+def test_a_text_before_a_header_that_the_model_writes_stays(
+    text: str, content: str, names: list[str]
+) -> None:
+    """The parser of Llama 3 begins to read behind the last header."""
+    tokenizer = build_tokenizer()
+    ends = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id", "eom_id")
+    others = ("python_tag", "finetune_right_pad_id")
+    tokenizer.add_tokens([f"<|{name}|>" for name in (*ends, *others)], special_tokens=True)
+    renderer = create_renderer(tokenizer, Llama3RendererConfig())
+    keep_what_was_written(renderer)
+    parsed = renderer.parse_response(tokenizer.encode(text, add_special_tokens=False))
+    assert parsed.content == content
+    assert [call.name for call in parsed.tool_calls] == names
 
 
 def test_arguments_that_no_parser_can_nest_have_a_fault() -> None:

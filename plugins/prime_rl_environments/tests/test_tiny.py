@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ from hypothesis import strategies as st
 
 from prime_rl import RunError
 from prime_rl_environments import register_models
-from prime_rl_environments.tiny import TinyChat, TinyReverse, TinyReverseConfig
+from prime_rl_environments.tiny import Recipe, TinyChat, TinyReverse, TinyReverseConfig
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 from prime_rl_environments.words import position_score, words
 
-QUICK = TinyReverseConfig(
-    hidden_size=16, intermediate_size=16, head_dim=4, warmup_exact=0.01, warmup_max_steps=3
-)
+SMALL = Recipe(hidden_size=16, intermediate_size=16, head_dim=4, warmup_max_steps=3)
+QUICK = TinyReverseConfig(warmup_exact=0.01)
+
+
+class Small(TinyReverse):
+    recipe = SMALL
+
+
 TOKENIZER = build_tokenizer()
 
 
@@ -110,9 +116,11 @@ def test_labels_are_only_the_answer_shifted_by_one() -> None:
 
 
 def test_equal_seeds_give_equal_weights_and_other_seeds_others(tmp_path: Path) -> None:
-    untrained = QUICK.model_copy(update={"warmup_exact": 0.0, "warmup_max_steps": 6})
+    class Untrained(TinyReverse):
+        recipe = replace(SMALL, warmup_max_steps=6)
+
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        TinyReverse(untrained).make(tmp_path / name, seed, ignore)
+        Untrained(TinyReverseConfig(warmup_exact=0.0)).make(tmp_path / name, seed, ignore)
     a, b, c = (digest(tmp_path / name / "model.safetensors") for name in "abc")
     assert a == b != c
 
@@ -138,7 +146,7 @@ def test_a_longer_warm_up_makes_a_teacher(tmp_path: Path) -> None:
 
 def test_a_warm_up_that_misses_its_target_fails_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"after 3 supervised steps 0\.00 .* expected 0\.01"):
-        TinyReverse(QUICK).make(tmp_path / "m", 0, ignore)
+        Small(QUICK).make(tmp_path / "m", 0, ignore)
     assert not (tmp_path / "m").exists()
 
 

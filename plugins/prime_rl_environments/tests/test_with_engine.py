@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
-import warm
 from renderers import Qwen3RendererConfig
 from waiting import LIMIT
 
-from prime_rl import EngineLaunch
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import BranchTokens, EnvSettings, ModelEndpoint
 
@@ -28,41 +21,9 @@ VERSION = 3
 @pytest.fixture(scope="module")
 def engine(tiny_reverse: Path) -> Iterator[ModelEndpoint]:
     """The embedded engine serving the tiny policy as version 3."""
-    embedded = pytest.importorskip("prime_rl_embedded", reason="needs prime-rl-embedded")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = embedded.Embedded(embedded.EmbeddedConfig()).command(
-        EngineLaunch(
-            model_path=tiny_reverse,
-            served_model_name="tiny",
-            host="127.0.0.1",
-            port=port,
-            max_model_len=64,
-            seed=0,
-            admin_key="test",
-            policy_version=VERSION,
-        )
-    )
-    process = warm.Popen(command.argv, env={**os.environ, **command.env})
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process)
-        yield ModelEndpoint("tiny", f"http://127.0.0.1:{port}/v1")
-    finally:
-        process.terminate()
-        process.wait(LIMIT)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the server answers. Fails if it exits."""
-    with httpx.Client(transport=httpx.HTTPTransport(retries=0)) as client:
-        while process.poll() is None:
-            try:
-                if client.get(url).status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.1)
-    raise AssertionError(f"the engine exited with {process.returncode}")
+    testing = pytest.importorskip("prime_rl_embedded.testing", reason="needs prime-rl-embedded")
+    with testing.serve(tiny_reverse, max_model_len=64, policy_version=VERSION) as served:
+        yield ModelEndpoint("tiny", f"{served.url}/v1")
 
 
 async def test_rollouts_of_the_real_policy_have_what_the_trainer_needs(

@@ -17,7 +17,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.errors import ConfigError
-from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.policy import LivePolicy
 from prime_rl.orchestrator.records import decode_rollouts
 from prime_rl.rundir.checkpoints import retain, whole_steps
 from prime_rl_app.resume import rewind
@@ -79,13 +79,13 @@ class World:
 
     def __init__(
         self, run_dir, rewards, *, version=0, began_with=0, last_version=100, interval=2,
-        max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1, **tables,
+        max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1, again=False, **tables,
     ):  # fmt: skip
         env = {
             "id": "held", "num_examples": num_examples, "group_size": group_size,
             "interval": interval,
         }  # fmt: skip
-        table = {"max_hold_seconds": max_hold_seconds, "env": [env]}
+        table = {"max_hold_seconds": max_hold_seconds, "env": [env], "retrigger_on_resume": again}
         config = self.config = RunConfig(
             model={"name": "m"}, max_steps=last_version, seed=1000,
             orchestrator={"max_inflight_rollouts": slots, "eval": table}, **tables,
@@ -95,6 +95,7 @@ class World:
             attempt.parent.mkdir(parents=True, exist_ok=True)
             attempt.write_text(json.dumps({"first_step": began_with + 1}))
         self.shares, self.logged, self.num_training = [], [], 0
+        self.gates = []
         status = SimpleNamespace(report=lambda text, progress: self.shares.append(progress))
         run = SimpleNamespace(
             config=config,
@@ -103,7 +104,7 @@ class World:
             launch=SimpleNamespace(first_step=version + 1),
         )
         self.environment = FakeEnvironment(rewards)
-        self.policy = Policy(version)
+        self.policy = LivePolicy(version)
         host = SimpleNamespace(
             shared=SimpleNamespace(
                 run=run,
@@ -112,7 +113,9 @@ class World:
             ),
             log=lambda step, metrics: self.logged.append((step, metrics)),
             num_inflight=lambda: self.num_training,
+            max_inflight=lambda: slots,
             environment=lambda env, harness: self.environment,
+            evaluated=lambda version, metrics: self.gates.append((version, metrics)),
         )
         self.evaluation = Evaluation(PluginConfig(), host)
 
@@ -152,7 +155,10 @@ async def test_every_rollout_of_an_evaluation_is_kept_and_a_rewind_removes_later
         await world.evaluation._idle.wait()
     at_0, at_2 = (tmp_path / f"eval_rollouts/step_{v}/held.msgpack" for v in (0, 2))
     record = decode_rollouts(at_0)
-    kept = [(r.example_id, r.episode_id, r.reward, why) for r, why in record["rollouts"]]
+    kept = [
+        (each.rollout.example_id, each.rollout.episode_id, each.rollout.reward, each.dropped_by)
+        for each in record["rollouts"]
+    ]
     assert record["step"] == 0
     assert kept == [
         (example, member, max(reward, 0.0), "TaskError" if reward < 0 else None)
@@ -160,7 +166,8 @@ async def test_every_rollout_of_an_evaluation_is_kept_and_a_rewind_removes_later
         for member in (0, 1)
     ]
     assert record["rollouts"][2].rollout.info == {"error": "broke"}
-    assert {r.policy_version for r, _ in decode_rollouts(at_2)["rollouts"]} == {2}
+    versions = {each.rollout.policy_version for each in decode_rollouts(at_2)["rollouts"]}
+    assert versions == {2}
     rewind(tmp_path, 1)
     assert at_0.exists() and not at_2.exists()
 
@@ -411,6 +418,73 @@ def held_out(reward, version):
     return EvalResult("held", version, reward, 8, 1, {"lcs": 0.5}, [{"reward": reward}])
 
 
+async def test_a_resumed_run_measures_its_weights_again_if_asked(tmp_path):
+    """Also between two multiples of the interval, and without counting against its patience."""
+    stop = {"metric": "eval/held/all/reward/mean", "patience": 1}
+    world = World(tmp_path, [0.5], interval=2, stop=stop)
+    await world.evaluation.before_training()
+    async with world:
+        await world.serve(4)
+        await world.evaluation._idle.wait()
+    again = World(tmp_path, [0.5], version=4, began_with=0, again=True, stop=stop)
+    async with again:
+        await again.evaluation.setup()
+        await again.evaluation.before_training()
+        await again.evaluation._idle.wait()
+    assert [result.policy_version for result in again.during] == [4, 4]
+    odd = World(tmp_path, [0.5], version=5, began_with=0, again=True, stop=stop)
+    async with odd:
+        await odd.evaluation.before_training()
+        await odd.evaluation._idle.wait()
+    assert [result.policy_version for result in odd.during] == [4, 4, 5]
+
+
+async def test_a_new_run_has_nothing_to_measure_again(tmp_path):
+    world = World(tmp_path, [0.5], again=True)
+    async with world:
+        await world.evaluation.before_training()
+        await world.evaluation._idle.wait()
+    assert len(world.evaluation.eval_log.results["before"]) == 1 and not world.during
+
+
+async def test_an_evaluation_that_holds_nothing_back_goes_on_under_newer_weights(tmp_path):
+    """What is due meanwhile follows once, at the version of then."""
+    world = World(tmp_path, [0.5] * 3, interval=2, max_hold_seconds=0, slots=2)
+    await world.evaluation.before_training()
+    world.environment.calls.clear()
+    world.environment.gate = asyncio.Event()
+    async with world:
+        await world.serve(2)
+        await until(lambda: world.environment.inflight == 2)
+        for version in range(3, 8):
+            await world.serve(version)  # none waits
+        world.environment.gate.set()
+        await world.evaluation._idle.wait()
+        await until(lambda: len(world.during) == 2)
+        await world.evaluation.after_training()
+    assert [result.policy_version for result in world.during] == [2, 7]
+    assert all(result.num_rollouts == 3 for result in world.during)
+    salts = [salt for _, _, salt, _ in world.environment.calls]
+    assert salts[:2] == ["2", "2"] and set(salts[2:]) == {"7"}
+    assert world.evaluation.take_metrics()["time/hold_weights_for_eval"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (
+            {"ckpt": {"best": "eval/held/avg@1", "interval": 2}},
+            "measures a mixture of versions, and ckpt.best",
+        ),
+        ({"deployment": {"colocated": True}}, "deployment.colocated the engines sleep"),
+    ],
+)
+def test_holding_nothing_back_is_refused_where_one_version_is_needed(tmp_path, tables, said):
+    config = World(tmp_path, [0.5], max_hold_seconds=0, **tables).config
+    with pytest.raises(ConfigError, match=said):
+        Evaluation.check(config)
+
+
 def test_a_resumed_run_has_the_results_before_its_first_step(tmp_path):
     for when, step in (("before", 0), ("during", 2), ("after", 4)):
         EvalLog(tmp_path).append(when, held_out(0.1 * step, step))
@@ -542,9 +616,12 @@ async def test_an_evaluation_without_a_finished_rollout_is_not_one_of_reward_zer
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"stop": {"metric": "eval/other/avg@1"}}, "stop.metric = 'eval/other/avg@1'.*'held': 2"),
-        ({"ckpt": {"best": "eval/held/avg@1"}}, "multiple of ckpt.interval, unset"),
-        ({"ckpt": {"best": "eval/held/avg@1", "interval": 3}}, "a multiple of 3"),
+        (
+            {"stop": {"metric": "eval/other/avg@1"}},
+            "stop.metric = 'eval/other/avg@1'.*held with interval 2",
+        ),
+        ({"ckpt": {"best": "eval/held/avg@1"}}, r"multiple of ckpt.interval \(not set\)"),
+        ({"ckpt": {"best": "eval/held/avg@1", "interval": 3}}, "a multiple of ckpt.interval = 3"),
     ],
 )
 def test_a_metric_without_evaluations_at_the_right_steps_is_refused(tmp_path, tables, said):

@@ -22,10 +22,11 @@ from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl_kernels import attention
 from prime_rl_kernels.attention import NAMES, Continuation, Documents, Inputs, register
-from prime_rl_kernels.packing import Packed
+from prime_rl_kernels.kernels import Auto, KernelConfig
+from prime_rl_kernels.packing import WholeRow
 
 CPU = torch.device("cpu")
-PACKED = Packed()
+PACKED = WholeRow()
 MakeModel = Callable[..., PreTrainedModel]
 
 
@@ -340,14 +341,29 @@ def test_a_gpu_without_the_kernel_is_a_warning(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize(("major", "installed"), [(9, True), (9, False), (8, True), (10, True)])
 def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
-    major: int, installed: bool, monkeypatch: pytest.MonkeyPatch
+    major: int,
+    installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    activated: list[str] = []
+    caplog.set_level("INFO", "prime_rl.trainer.attention")
+    device = torch.device("cuda")
+    active: list[str | None] = [None]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    attention.use_flash_attention_3.cache_clear()
-    found = attention.use_flash_attention_3(torch.device("cuda"))
-    attention.use_flash_attention_3.cache_clear()
-    assert found == (major == 9 and installed) == (activated == ["FA3"])
-    assert not attention.use_flash_attention_3(torch.device("cpu"))
+    theirs = attention.torch_attention
+    monkeypatch.setattr(theirs, "current_flash_attention_impl", lambda: active[-1], raising=False)
+    monkeypatch.setattr(theirs, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(theirs, "restore_flash_attention_impl", lambda: active.append(None))
+
+    found = attention.has_flash_attention_3(device)
+    assert found == (major == 9 and installed)
+    tried = [packing.attention for packing in Auto(KernelConfig()).packings(device)]
+    assert tried == [*[NAMES["flash3"]] * found, NAMES["varlen"], NAMES["sdpa"]]
+    assert not attention.has_flash_attention_3(torch.device("cpu"))
+
+    # Where its numbers are off the next packing takes torch's own kernel again.
+    for name in ("FA3", "FA3", None, None):
+        attention.use_flash(name)
+    assert active == [None, "FA3", None]
+    assert caplog.text.count("FA3") == 1

@@ -13,6 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from prime_rl_kernels import gpu_check, gpu_layers
 from prime_rl_kernels.layers import RMSNorm, Rotary, replace_layers
 
 TINY: dict[str, Any] = {
@@ -122,3 +123,53 @@ def test_a_gate_is_computed_by_the_model_itself() -> None:
     assert (type(norm) is MambaRMSNormGated) == by_groups
     assert torch.equal(norm(x, gate=gate), expected)
     torch.testing.assert_close(norm(x), plain)
+
+
+def test_layers_of_a_gpu_replace_the_same_formulas_and_leave_cpus_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", qwen3.apply_rotary_pos_emb)  # restored
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    ids = torch.arange(10)[None]
+    plain = model(input_ids=ids).logits
+    gpu_layers.replace_layers(model)
+    gpu_layers.replace_layers(model)  # again: nothing to do
+    block = model.model.layers[0]
+    replaced = [block.mlp, block.input_layernorm, block.self_attn.q_norm, model.model.norm]
+    for module, kind in zip(replaced, [qwen3.Qwen3MLP] + [qwen3.Qwen3RMSNorm] * 3, strict=True):
+        assert type(module).__mro__[1] is kind
+        assert type(module).__name__ == kind.__name__
+    assert getattr(qwen3.apply_rotary_pos_emb, "_is_fast", False)
+    assert torch.equal(model(input_ids=ids).logits, plain)
+
+
+def test_an_mlp_with_another_activation_and_a_norm_with_another_formula_stay() -> None:
+    gelu = Qwen3ForCausalLM(Qwen3Config(**TINY, hidden_act="gelu"))
+    gpu_layers.replace_layers(gelu)
+    assert type(gelu.model.layers[0].mlp) is qwen3.Qwen3MLP
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**TINY, layer_types=["full_attention"]))
+    kinds = [type(module) for module in model.modules()]
+    gpu_layers.replace_layers(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_triton_kernels_are_not_used_without_a_gpu_or_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "prime_rl.trainer.kernels")
+    gpu_check.is_usable.cache_clear()
+    assert not gpu_check.is_usable(torch.device("cpu"))
+    assert not caplog.text  # none is expected there
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    assert not gpu_check.is_usable(torch.device("cuda"))
+    assert "not used, which is slower: triton is not installed" in caplog.text
+    gpu_check.is_usable.cache_clear()
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_check, "find_fault", lambda device: "SwiGLU is off")
+    assert not gpu_check.is_usable(torch.device("cuda"))
+    assert "SwiGLU is off" in caplog.text
+    gpu_check.is_usable.cache_clear()
+    monkeypatch.setattr(gpu_check, "find_fault", lambda device: "")
+    assert gpu_check.is_usable(torch.device("cuda"))
+    gpu_check.is_usable.cache_clear()

@@ -14,11 +14,11 @@ from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_kernels.attention import NAMES
-from prime_rl_kernels.packing import Packed, Shared
+from prime_rl_kernels.packing import SharedPrompts, WholeRow
 from prime_rl_kernels.products import padded_rows
 
 CPU = torch.device("cpu")
-SHARED = Shared()
+SHARED = SharedPrompts()
 
 
 def micro_batch(documents: list[tuple[list[int], list[bool]]]) -> MicroBatch:
@@ -120,7 +120,7 @@ def models() -> Any:
     return [build(), build(use_sliding_window=True, sliding_window=3, max_window_layers=0)]
 
 
-def outcome(model: Any, row: PackedRow, packing: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+def outcome(model: Any, row: PackedRow, packing: WholeRow) -> tuple[torch.Tensor, torch.Tensor]:
     """log π by the row's order, and the gradient of a loss with another weight for every target."""
     logprobs, _ = token_logprobs(model, row, packing)
     scale = torch.linspace(0.5, 2.0, len(logprobs), dtype=logprobs.dtype)
@@ -136,8 +136,43 @@ def test_sharing_changes_neither_values_nor_gradients(
     models: Any, found: Documents, which: int
 ) -> None:
     batch, model = micro_batch(found), models[which]
-    plain = outcome(model, make_row(batch, CPU, Packed()), Packed())
+    plain = outcome(model, make_row(batch, CPU, WholeRow()), WholeRow())
     shared = outcome(model, make_row(batch, CPU, SHARED), SHARED)
     for a, b in zip(plain, shared, strict=True):
         # The model's norms compute in single precision for any weights.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@given(documents(), st.sampled_from([0, 1]))
+@settings(max_examples=40)
+def test_the_state_at_the_end_of_a_sequence_is_the_one_that_it_has_alone(
+    models: Any, found: Documents, which: int
+) -> None:
+    """Of every sequence with a target, beside whatever else its row holds, and whichever of its
+    tokens train."""
+    batch, model = micro_batch(found), models[which]
+    alone = {}
+    with torch.no_grad():
+        for tokens, _ in found:
+            row = make_row(micro_batch([(tokens, [True] * len(tokens))]), CPU, WholeRow())
+            alone[tuple(tokens)] = WholeRow().hidden_states(model, row.layout)[-1]
+        for packing in (WholeRow(), SHARED):
+            row = make_row(batch, CPU, packing, with_ends=True)
+            if not len(row.targets):
+                continue
+            assert row.ending is not None and row.layout.ends is not None
+            trained = [any(mask[1:]) for _, mask in found]
+            order = row.of_sequences["order"]
+            assert row.ending.tolist() == [at for at, s in enumerate(order) if trained[s]]
+            states = packing.hidden_states(model, row.layout)[row.layout.ends]
+            expected = [alone[tuple(found[s][0])] for s in order[row.ending]]
+            torch.testing.assert_close(states, torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_token_is_computed_only_where_a_head_reads_its_state() -> None:
+    row = make_row(
+        micro_batch(group([1, 2, 3], [7, 8], [9], [10, 11, 12])), CPU, SHARED, with_ends=True
+    )
+    assert row.layout.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 7, 8, 9]
+    assert row.layout.ends is not None
+    assert row.layout.token_ids[row.layout.ends].tolist() == [12, 8, 9]

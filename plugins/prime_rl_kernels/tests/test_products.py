@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl_embedded.testing import write_model
 from prime_rl_kernels import products
-from prime_rl_kernels.products import Linear, Packed, linear, pad_rows, padded_rows, replace_linears
+from prime_rl_kernels.products import (
+    Linear,
+    PackedWeight,
+    linear,
+    pad_rows,
+    padded_rows,
+    replace_linears,
+)
 
 SIZES = [(), (3,), (2, 5)]
 """Shapes of x before its last dimension."""
@@ -69,7 +76,7 @@ def test_gradients_are_those_of_float64(shape: tuple[int, ...], frozen: tuple[st
 @pytest.mark.usefixtures("always")
 def test_a_packed_weight_follows_its_weight_when_it_is_told() -> None:
     weight, x = torch.randn(40, 24), torch.randn(8, 24)
-    packed = Packed(weight)
+    packed = PackedWeight(weight)
     close(packed(x), x.double() @ weight.double().T)
     weight.mul_(2.0)
     packed.pack()
@@ -80,7 +87,7 @@ def test_a_packed_weight_follows_its_weight_when_it_is_told() -> None:
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(shape: tuple[int, int]) -> None:
     """So the engine's log-probabilities do not depend on which requests share a step."""
     generator = torch.Generator().manual_seed(0)
-    packed = Packed(torch.randn(shape[::-1], generator=generator))
+    packed = PackedWeight(torch.randn(shape[::-1], generator=generator))
     x = torch.randn(130, shape[0], generator=generator)
     whole = packed(x)
     for count in (1, 2, 3, 7, 16, 33, 64, 129):

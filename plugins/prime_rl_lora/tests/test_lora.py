@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from small_training import Frames, PolicyGradient
 from transformers import AutoModelForCausalLM
 
-from prime_rl import ConfigError, PluginConfig
+from prime_rl import ConfigError, ConfigWarning, PluginConfig
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_tuning
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
@@ -227,7 +231,11 @@ def test_adapters_go_to_every_linear_module_but_the_head(make_model: Callable[..
     )
 
 
-def test_dropout_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="tokens are sampled without dropout"):
-        LoraConfig(dropout=0.1)
-    assert LoraConfig(dropout=0.0).dropout == 0
+def test_dropout_is_ignored_with_the_reason() -> None:
+    hooks = load_plugins(TRAINER_GROUP)
+    with pytest.warns(ConfigWarning, match=r"^trainer.lora.dropout = 0.1 is ignored: .*without"):
+        tuning = make_tuning({"lora": {"rank": 3, "dropout": 0.1}}, hooks)
+    assert tuning is not None and tuning.config == LoraConfig(rank=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_tuning({"lora": {"dropout": 0.0}}, hooks)  # as a run.json of an earlier version has it

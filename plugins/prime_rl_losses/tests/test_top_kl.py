@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from prime_rl import ConfigError, LossInputs, LossOutputs, Rollout, Sample, StreamError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import Components, installed_losses
@@ -177,12 +177,12 @@ def backward(
     model: PreTrainedModel, losses: Components, rollouts: list[Rollout], **table: Any
 ) -> tuple[Trainer, dict[str, float]]:
     """Accumulate the gradients of a batch as the trainer does; its metrics."""
-    (frame,) = batch_frames(packing_of(1, rollouts, losses, 32), 32)
+    (frame,) = batch_frames(batch_to_pack(1, rollouts, losses, 32), 32)
     rows = decode_batch(frame)[1]
     config = TrainerConfig.model_validate({"device": "cpu"} | table)
     trainer = Trainer(model, losses, config, 20, kernel=kernel_of(config))
     update = BatchUpdate(trainer, 1, rows, None)
-    return trainer, update.forward_backward(rows, update.counts[0]).result()
+    return trainer, update.forward_backward(rows, update.counts[0])[0].result()
 
 
 @pytest.mark.parametrize("k", [VOCAB, 7])

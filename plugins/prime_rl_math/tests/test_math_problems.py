@@ -15,6 +15,7 @@ from renderers import Qwen3RendererConfig
 from scripted_replies import TOKENIZER, replying
 from waiting import LIMIT
 
+from math_problems import MathProblemsConfig, MathProblemsTaskset
 from math_problems.check import is_answer, is_right
 from math_problems.files import hub_files
 from prime_rl import ConfigError
@@ -124,6 +125,7 @@ def test_jsonl_and_parquet_give_the_same_rows(gsm8k: Path, tmp_path: Path) -> No
     ("line", "args", "message"),
     [
         ("{", {}, "gsm8k.jsonl, line 4: no JSON"),
+        ("[" * 9999, {}, "gsm8k.jsonl, line 4: no JSON"),
         ("[1]", {}, r"line 4: expected an object, found '\[1\]'"),
         ('{"problem": "?"}', {}, "no column 'question'; its columns are: problem"),
         ('{"question": "?", "answer": ""}', {}, "math-verify reads no answer in str ''"),
@@ -153,7 +155,7 @@ HUB = """
 import sys
 from math_problems.files import hub_files, rows_of
 for file in hub_files("openai/gsm8k", "main/*.jsonl"):
-    print(*(row["question"] for row in rows_of(file)))
+    print(*(row["question"] for _, row in rows_of(file)))
 """
 
 
@@ -192,6 +194,22 @@ async def test_a_dataset_of_the_hub_is_downloaded(
     assert done.stdout.split("\n")[0] == " ".join(row["question"] for row in GSM8K), done.stderr
 
 
+def test_a_file_is_no_dataset_of_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"found a file, 'm.jsonl'. Set args.path instead"):
+        hub_files("m.jsonl", "*.parquet")
+
+
+def test_a_bad_cell_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"question": "1 + 1?", "answer": 2}\n\n{"question": "2 + 2?", "answer": [4]}\n'
+    )
+    config = MathProblemsConfig(id="math-problems", path=path)
+    found = r"m.jsonl, line 3: column 'answer': .* found list \[4\]"
+    with pytest.raises(ConfigError, match=found):
+        list(MathProblemsTaskset(config).load())
+
+
 def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
@@ -228,3 +246,11 @@ async def test_an_episode_is_rewarded_for_the_boxed_answer(
         )
     assert (result.error, result.reward, result.metrics) == (None, reward, metrics)
     assert [role for role, _ in result.messages] == ["system", "user", "assistant"]
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet")
+    for content in (b"", b"PAR1", b"no parquet" * 9):
+        (tmp_path / "rows.parquet").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"rows\.parquet: expected a Parquet file: "):
+            prompts(path=tmp_path / "rows.parquet")

@@ -5,18 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl import PluginConfig
+from prime_rl import ObserverHost, PluginConfig
 from prime_rl.env.episode import RolloutResult
-from prime_rl.orchestrator.buffer import STALE
+from prime_rl.orchestrator.buffer import LEFT_OUT, REJECTED, STALE
 from prime_rl.rollout import Batch
 from prime_rl.testing import make_rollout
-from prime_rl_observers.batches import BatchMetrics, Console
+from prime_rl_observers.batches import BatchMetrics, ConsoleLine
 
 
 @pytest.fixture
 def observer():
     config = SimpleNamespace(max_steps=9)
-    host = SimpleNamespace(shared=SimpleNamespace(run=SimpleNamespace(config=config)))
+    shared = SimpleNamespace(run=SimpleNamespace(config=config))
+    host = ObserverHost(shared, None, None, None, scored_alone=lambda env: env == "alone")
     return BatchMetrics(PluginConfig(), host)
 
 
@@ -44,6 +45,61 @@ async def test_the_metrics_of_a_step_of_two_envs(observer):
     assert (last["batch/b/seen"], last["batch/b/trainable"]) == (2.0, 1.0)
     assert last["train/agg/all/is_completed/mean"] == 1.0
     assert observer.take_metrics() == {}
+
+
+async def test_what_does_not_train_is_counted_by_how_it_ended_and_by_filter(observer):
+    a = [make_rollout(1.0, env="a") for _ in range(6)]
+    b = [make_rollout(1.0, env="b") for _ in range(2)]
+    batch = Batch(
+        1,
+        kept=a[:1],
+        seen=[*a, *b],
+        dropped={
+            id(a[1]): STALE,
+            id(a[2]): LEFT_OUT,
+            id(a[3]): REJECTED,
+            id(a[4]): "pre_batch_filters",
+            id(a[5]): "pre_batch_filters",
+            id(b[0]): "post_batch_filters",
+            id(b[1]): STALE,
+        },
+        objections={
+            id(a[3]): {REJECTED: "seen before"},
+            id(a[4]): {"long": "9 tokens", "odd": "token 7"},
+            id(a[5]): {"long": "8 tokens"},
+            id(b[0]): {"long": "7 tokens"},
+        },
+    )
+    await observer.batch_taken(batch)
+    metrics = observer.take_metrics()
+    assert {name: value for name, value in metrics.items() if "/dropped/" in name} == {
+        "batch/agg/dropped/left_out": 1.0,
+        "batch/agg/dropped/post_batch_filters/long": 1.0,
+        "batch/agg/dropped/pre_batch_filters/long": 2.0,
+        "batch/agg/dropped/pre_batch_filters/odd": 1.0,
+        "batch/agg/dropped/sampler": 1.0,
+        "batch/agg/dropped/stale": 2.0,
+        "batch/a/dropped/left_out": 1.0,
+        "batch/a/dropped/pre_batch_filters/long": 2.0,
+        "batch/a/dropped/pre_batch_filters/odd": 1.0,
+        "batch/a/dropped/sampler": 1.0,
+        "batch/a/dropped/stale": 1.0,
+        "batch/b/dropped/post_batch_filters/long": 1.0,
+        "batch/b/dropped/stale": 1.0,
+    }
+
+
+async def test_groups_whose_members_come_alone_are_not_counted_as_solved(observer):
+    for reward in (1.0, 0.0):
+        observer.group_scored([make_rollout(reward, env="alone", group_id=3)], version=0)
+    group = [make_rollout(reward, env="a", group_id=4) for reward in (1.0, 0.0)]
+    observer.group_scored(group, version=0)
+    alone = make_rollout(1.0, env="alone", group_id=3)
+    await observer.batch_taken(Batch(1, kept=[*group, alone], seen=[*group, alone]))
+    metrics = observer.take_metrics()
+    assert not [name for name in metrics if name.startswith("train/alone/") and "solved" in name]
+    assert metrics["train/agg/all/solved_some"] == metrics["train/a/all/solved_some"] == 1.0
+    assert metrics["train/alone/all/reward/mean"] == 1.0
 
 
 async def test_rollouts_that_no_batch_gets_are_counted_by_what_ended_them(observer):
@@ -97,8 +153,8 @@ def test_the_console_line(caplog):
                f"{name}/is_truncated/mean": 0.5, "train/a/all/reward/mean": 0.25,
                "batch/a/seen": 4.0, "batch/a/trainable": 4.0}  # fmt: skip
     with caplog.at_level(logging.INFO):
-        Console(180).step(3, metrics, ["a"])
-        Console(180).step(3, metrics, ["a", "b"])
+        ConsoleLine(180).step(3, metrics, ["a"])
+        ConsoleLine(180).step(3, metrics, ["a", "b"])
     line = (
         "Step 3/180 | 0.71s | Reward 0.6120 | Trainable 12/16 (75.0%) | Turns 1.5 | Branches 1.2 | "
         "Max Off-Policy 2 | Error 6.2% | Cancelled 0.0% | Truncation 50.0%"

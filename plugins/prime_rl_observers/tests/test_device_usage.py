@@ -24,7 +24,7 @@ from prime_rl import Loss, LossInputs, LossOutputs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import make_row
 from prime_rl_kernels.attention import Continuation, Documents
-from prime_rl_kernels.packing import Shared
+from prime_rl_kernels.packing import SharedPrompts
 from prime_rl_kernels.prefix_sharing import RowLayout
 from prime_rl_lora.model import add_lora
 from prime_rl_lora.tuning import Lora, LoraConfig
@@ -50,7 +50,7 @@ def test_a_packed_row(model: PreTrainedModel, pack: Any, random_documents: Any) 
     """9 + 5 tokens, of which 8 + 4 are targets; each sequence's last one is not computed."""
     cost = model_cost(model)
     assert cost is not None
-    shared = make_row(pack(random_documents([9, 5])), CPU, Shared())
+    shared = make_row(pack(random_documents([9, 5])), CPU, SharedPrompts())
     plain = make_row(pack(random_documents([9, 5])), CPU)
     head, pair = 6 * HEAD * 12, 12 * 4 * 8 * 2  # two layers
     assert cost.of(plain) == 6 * 2 * BLOCK * 14 + head + pair * (9 * 10 / 2 + 5 * 6 / 2)

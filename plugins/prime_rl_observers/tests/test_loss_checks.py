@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from trainer_fixtures import Ratio
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginError
+from prime_rl.registry.calls import fault
 from prime_rl.trainer.loop import Trainer
 
 
@@ -40,6 +42,19 @@ class AveragedBySequence(Averaged):
     token_wise = False
 
 
+class OnUnlikely(Averaged):
+    """The trainer cannot judge it before it trains: it fails on a token as likely as its probe."""
+
+    def divisor(self, inputs: LossInputs) -> Any:
+        if (inputs.trainer_logprobs.exp() > 0.8).any():
+            raise ValueError("this loss is for unlikely tokens")
+        return super().divisor(inputs)
+
+
+class OnUnlikelySequences(OnUnlikely):
+    token_wise = False
+
+
 class SequenceMean(AveragedBySequence):
     """Legal: one term per sequence."""
 
@@ -64,14 +79,24 @@ def step(make_trainer: Callable[..., Trainer], pack: Any, loss: type[Loss]) -> d
     return metrics
 
 
-def test_a_token_wise_mean_is_refused(make_trainer: Any, pack: Any) -> None:
-    with pytest.raises(PluginError, match="loss 'averaged' is a mean over its tokens, expected"):
-        step(make_trainer, pack, Averaged)
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (Averaged, "loss 'averaged'.* it is no sum"),
+        (AveragedBySequence, "loss 'averaged'.* it is a mean"),
+        (OnUnlikely, "loss 'averaged' is a mean over its tokens, expected"),
+    ],
+)
+def test_a_mean_is_refused(make_trainer: Any, pack: Any, loss: type[Loss], said: str) -> None:
+    """By the trainer, before its first token; one that it cannot judge then, by this observer."""
+    with pytest.raises(PluginError) as caught:
+        step(make_trainer, pack, loss)
+    assert re.search(said, fault(caught.value) or "")
 
 
 @pytest.mark.parametrize(
     ("loss", "warned"),
-    [(AveragedBySequence, True), (SequenceMean, False), (Summed, False), (Ratio, False)],
+    [(OnUnlikelySequences, True), (SequenceMean, False), (Summed, False), (Ratio, False)],
 )
 def test_a_sum_passes_and_a_mean_by_sequence_is_warned_of(
     make_trainer: Any, pack: Any, loss: type[Loss], warned: bool, caplog: Any

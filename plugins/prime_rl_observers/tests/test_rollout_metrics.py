@@ -9,8 +9,8 @@ from waiting import Clock
 from prime_rl.orchestrator.context import Stopwatch
 from prime_rl.testing import make_rollout
 from prime_rl.testing.scoring import make_sample
-from prime_rl_observers.rollouts import (
-    Progress,
+from prime_rl_observers.rollout_metrics import (
+    ProgressCounts,
     batch_metrics,
     describe,
     off_policy_metrics,
@@ -170,7 +170,7 @@ def test_seconds_by_stage():
 
 
 def test_progress_counts_each_example_once():
-    progress = Progress()
+    progress = ProgressCounts()
     first = [make_rollout(prompt=2, completion=3) for _ in range(2)]
     assert progress.step(first) == {
         "progress/tokens": 10.0, "progress/total_tokens": 10.0,
@@ -193,3 +193,14 @@ def test_seconds_waited_are_taken_and_the_name_stays(monkeypatch):
     watch.add("wait/orchestrator/trainer", clock.now - 1.0)
     assert watch.take()["wait/orchestrator/trainer"] == 3.0
     assert watch.take() == {"wait/orchestrator/trainer": 0.0}
+
+
+def test_members_that_a_plugin_stopped_are_a_share_of_their_own():
+    """Of eight that ended, two were stopped; an env without any has no such metric."""
+    metrics = outcome_metrics(
+        {"a": {"finished": 5, "error/X": 1, "stopped": 2}, "b": {"finished": 8}}
+    )
+    assert metrics["train/a/all/stopped/mean"] == 0.25
+    assert metrics["train/a/all/cancelled/mean"] == 0.0
+    assert metrics["train/agg/all/stopped/mean"] == 0.125
+    assert "train/b/all/stopped/mean" not in metrics

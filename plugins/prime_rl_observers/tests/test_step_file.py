@@ -82,16 +82,38 @@ def test_a_process_that_another_attempt_has_replaced_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped after it had read the file, while a resume cut the file."""
-    made, path, write = observer(tmp_path, 10), tmp_path / "trainer.jsonl", Path.write_text
+    made, path, write = observer(tmp_path, 10), tmp_path / "trainer.jsonl", Path.write_bytes
     train(tmp_path, made, 1, 2 * NEWEST - 1)
 
-    def stopped(file: Path, text: str) -> int:
+    def stopped(file: Path, data: bytes) -> int:
         if file.name.startswith(".trainer.jsonl"):
             monkeypatch.undo()
             _cut(path, 7)
-        return write(file, text)
+        return write(file, data)
 
-    monkeypatch.setattr(Path, "write_text", stopped)
+    monkeypatch.setattr(Path, "write_bytes", stopped)
     train(tmp_path, made, 2 * NEWEST, 2 * NEWEST)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 8))
     assert [each.name for each in tmp_path.glob("*trainer*")] == ["trainer.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[]\n", b"null\n", b"{}\n", b"[" * 9999 + b"\n", b"\xff\n", b'{"step": "7", "metrics": {}}\n',
+     b'{"step": 7, "metrics": []}\n', b'{"step": 7}\n', b"\n"],
+)  # fmt: skip
+def test_a_damaged_line_stays_and_the_others_are_shortened(tmp_path: Path, line: bytes) -> None:
+    made, path = observer(tmp_path, 10), tmp_path / "trainer.jsonl"
+    path.write_bytes(line)
+    train(tmp_path, made, 1, 2 * NEWEST)
+    first, second, *_ = path.read_bytes().splitlines(keepends=True)
+    assert first == line
+    assert "loss/p90" not in json.loads(second)["metrics"]
+    assert path.read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize("config", ["[]", "null", "3", "[" * 9999, '{"monitors": []}',
+                                    '{"monitors": {"file": {"interval": [2]}}}',
+                                    '{"monitors": {"file": {"interval": 0}}}'])  # fmt: skip
+def test_a_config_of_another_shape_shortens_nothing(tmp_path: Path, config: str) -> None:
+    test_by_default_nothing_is_shortened(tmp_path, config)

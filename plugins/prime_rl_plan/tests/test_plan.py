@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError, PluginConfig
@@ -23,20 +25,32 @@ from prime_rl_app.cli.app import app
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
+from prime_rl_plan.devices import MIB as CARDS
 from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = {
-    "qwen3_0.6b_gsm8k": ("1xRTX4090-24", "1xH100-80"),
-    "qwen3_4b_lora": ("1xH100-80",),
-    "qwen3_8b_32k": ("8xH100-80",),
-    "qwen3_30b_a3b": ("2x8xH100-80",),
-    "mixed_judge": ("2xH100-80",),
-    "opd_qwen3": ("2xH100-80",),
-    "tool_agent": ("2xH100-80",),
-}
-"""With the machines that their headers name."""
+FOLDER = ROOT / "configs" / "recipes"
+RECIPES = sorted(each.stem for each in FOLDER.glob("*.toml"))
+NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+MACHINES = re.compile(r"(?:(\w+) machines of )?(\w+) (?:GPUs? of )?(\d+) GB")
+"""In the header of a recipe: "one GPU of 24 GB", "two machines of eight 80 GB GPUs"."""
+
+
+def machines_of(name: str) -> list[str]:
+    """The machines that a recipe's header names, for ``--gpus``: with the card of that size that
+    has the least memory, and, as a common one, the H100."""
+    lines = (FOLDER / f"{name}.toml").read_text().splitlines()
+    match = MACHINES.search(" ".join(line for line in lines if line.startswith("#")))
+    assert match is not None, f"{name}: the header names no machine"
+    nodes, count = (NUMBERS[(each or "one").lower()] for each in match.group(1, 2))
+    size = int(match[3])
+    cards = [card for card, sold in CARDS if sold == size]
+    smallest = min(cards, key=lambda card: CARDS[card, size])
+    chosen = {f"{smallest.replace(' ', '')}-{size}", "H100-80"}
+    return [f"{nodes}x{count}x{card}" for card in sorted(chosen)]
+
+
 WHAT = re.compile(r"\[|#|$|(name|id|type|args|tasks|max_steps|base_url|num_examples) =")
 """Lines of a recipe that say what it is."""
 
@@ -63,6 +77,9 @@ def test_machines_are_parsed() -> None:
     assert parse("1xRTX4090").memory == 24564 * MIB
     with pytest.raises(ConfigError, match=r"8xH100-80 .*known names are A10, A100"):
         parse("8xV100-16")
+    for spec in ("0xH100-80", "2x0xH100-80", "0x8xH100-80"):
+        with pytest.raises(ConfigError, match="expected COUNTxNAME-GB"):
+            parse(spec)
 
 
 def test_every_card_of_a_data_sheet_has_its_real_memory() -> None:
@@ -187,8 +204,8 @@ def test_advice_adds_changes_until_it_fits() -> None:
 
     def plan(values: tuple[str, ...]) -> Plan:
         side, machines = Side({}, 30.0, needs[values]), Machines(nodes=1, count=1)
-        others: dict[str, Any] = {"tokens": 1, "rows": 1, "ranks": 1, "concurrency": 1}
-        others |= {"update": 0.0, "seconds": {}, "measured": {}}
+        others: dict[str, Any] = {"tokens": 1, "rows": 1, "concurrency": 1}
+        others |= {"update": 0.0, "seconds": {}, "facts": SimpleNamespace(ranks=1)}
         return Plan(config, machines, [], side, None, {}, **others)
 
     changes, found = advise(plan(()), lambda given: plan(tuple(value for _, value in given)))
@@ -222,11 +239,10 @@ def test_upstreams_peak_of_one_h100_is_foreseen_within_a_tenth() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [0, 1])
 def test_another_tracker_sees_the_same_peak_on_fake_cuda_tensors(
-    tmp_path: Path, recomputed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recomputed: int
 ) -> None:
-    """torch's MemTracker, on the tensors of core's permanent tests; eight layers, none of which is
+    """torch's MemTracker, on the tensors of our permanent tests; eight layers, none of which is
     extrapolated there and three of which are here."""
-    monkeypatch.syspath_prepend(str(ROOT / "core/tests/trainer"))
     import fake_cuda
     from bench import plan
 
@@ -248,10 +264,7 @@ def test_another_tracker_sees_the_same_peak_on_fake_cuda_tensors(
 def test_moments_that_are_off_the_gpu_count_as_host_memory() -> None:
     recipe = str(ROOT / "configs/recipes/opd_qwen3.toml")
     command = [sys.executable, "-m", "prime_rl", "plan", recipe, "--gpus=2xH100-80", "--json"]
-    done = subprocess.run(
-        [*command, "--trainer.optim.type=adamw_offload"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = warm.run([*command, "--trainer.optim.type=adamw_offload"], timeout=300)
     found = json.loads(done.stdout)
     # Two float32 numbers per weight, in blocks of 512 bytes; two copies in the engine's dtype.
     assert found["host"] == {
@@ -272,7 +285,8 @@ def without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     interpreter that says it has vLLM."""
     questions, python = tmp_path / "questions.jsonl", tmp_path / "python"
     questions.write_text('{"question": "2 + 3?", "answer": "#### 5"}\n')
-    python.write_text('#!/bin/sh\necho \'{"vllm": "0.32.0", "prime-rl-vllm": "0.1.0"}\'\n')
+    versions = json.dumps({"vllm": "0.32.0", "prime-rl-vllm": version("prime-rl-vllm")})
+    python.write_text(f"#!/bin/sh\necho '{versions}'\n")
     python.chmod(0o755)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path / "cache"))
@@ -301,18 +315,21 @@ def test_a_recipe_passes_a_dry_run_and_fits_its_machines(
     local = with_local_questions(recipe, questions)
     for arguments in (
         ["run", str(recipe), "--dry-run", *overrides, *local],
-        *(["plan", str(recipe), "--gpus", each, *overrides] for each in RECIPES[name]),
+        *(["plan", str(recipe), "--gpus", each, *overrides] for each in machines_of(name)),
     ):
-        done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT
-        )
+        done = warm.run([*command, *arguments], timeout=1800, cwd=ROOT)
         assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert done.stdout.startswith("valid") or done.stdout.endswith("fits\n")
         assert "refuse" not in done.stdout
 
 
-def test_every_recipe_is_tested_here() -> None:
-    assert {each.stem for each in (ROOT / "configs/recipes").glob("*.toml")} == {*RECIPES}
+def test_recipes_are_planned_on_the_smallest_card_of_the_size_that_they_name() -> None:
+    found = {name: machines_of(name) for name in RECIPES}
+    assert found["qwen3_0.6b_gsm8k"] == ["1x1xA10-24", "1x1xH100-80"]  # 22.5 and 79.6 GiB
+    assert found["qwen3_30b_a3b"] == ["2x8xH100-80"]
+    assert found["qwen3_30b_a3b_32k"] == ["4x8xH100-80"]
+    assert found["qwen3_8b_32k"] == ["1x8xH100-80"]
+    assert found["tool_agent"] == found["mixed_judge"] == ["1x2xH100-80"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

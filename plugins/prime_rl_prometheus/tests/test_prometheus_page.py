@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import LIMIT
 
 from prime_rl import ConfigError
-from prime_rl_prometheus import PrometheusConfig, PrometheusMonitor, register_monitors
+from prime_rl_prometheus import PrometheusConfig, PrometheusMonitor, register_observers
 from prime_rl_prometheus.names import mangle
 
 TRAINED = {
@@ -123,4 +123,4 @@ def test_names_that_differ_in_one_symbol_stay_different():
 
 
 def test_it_registers_the_monitor():
-    assert register_monitors() == [PrometheusMonitor]
+    assert register_observers() == [PrometheusMonitor]

@@ -14,7 +14,7 @@ import pytest
 from local_cluster import processes_with, ray_cluster, with_default_signals
 from waiting import LIMIT, eventually, exists
 
-from prime_rl_app.rollouts import read_step
+from prime_rl_app.saved_rollouts import read_step
 
 pytestmark = pytest.mark.slow
 
@@ -95,10 +95,12 @@ def test_a_server_of_environments_whose_actor_dies_is_replaced(cluster, calm, tm
         eventually(lambda: trained(run_dir) >= 2, run)
         early = [read_step(run_dir / "rollouts" / f"step_{n}.msgpack").frames for n in (1, 2)]
         assert early == frames(calm)[:2]
-        assert described() == "2/2"
+        eventually(lambda: described() == "2/2", run)
         first, second = servers()
-        keys = [key for key in first.environ() if key.startswith("PRIME_RL_") and "KEY" in key]
-        assert keys == ["PRIME_RL_ENGINE_API_KEY"]  # engines on a cluster answer no request without
+        keys = {key for key in first.environ() if key.startswith("PRIME_RL_") and "KEY" in key}
+        # Engines on a cluster answer no request without the first, and it answers none without
+        # the second.
+        assert keys == {"PRIME_RL_ENGINE_API_KEY", "PRIME_RL_ENV_SERVER_KEY"}
         first.parent().kill()
         eventually(lambda: "1 replaced" in described() and described().startswith("2/2"), run)
         assert len(servers()) == 2 and second in servers() and first not in servers()
@@ -142,8 +144,8 @@ def test_a_run_whose_driver_is_killed_resumes_with_the_same_frames_and_weights(
 
 
 SLOW_WORDS = """
-from reverse_text import InProcessHarness, ReverseTextTaskset
-class SlowWordsTaskset(ReverseTextTaskset):
+from text_reversal import InProcessHarness, TextReversalTaskset
+class SlowWordsTaskset(TextReversalTaskset):
     RUNS_IN_PROCESS = False
 __all__ = ["InProcessHarness", "SlowWordsTaskset"]
 """

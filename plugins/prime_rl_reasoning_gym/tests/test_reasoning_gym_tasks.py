@@ -24,7 +24,7 @@ from prime_rl.env.environment import (
     RolloutResult,
     SamplingSettings,
 )
-from reasoning_gym_tasks.generators import BLOCK, NAMES, Place, entry, rows, score, split_of
+from reasoning_gym_tasks.generators import BLOCK, NAMES, EntryPlace, entry, rows, score, split_of
 
 ONLY_SCORED = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks without an answer of the package's own."""
@@ -79,7 +79,7 @@ def test_every_task_scores_its_own_answer_like_the_package_after_a_trip_through_
     without = set()
     for name in NAMES:
         place = next(rows(name, {}, None, seed=3, split="train"))
-        again = Place(**json.loads(json.dumps(vars(place))))
+        again = EntryPlace(**json.loads(json.dumps(vars(place))))
         oracle = create_dataset(name, seed=place.seed, size=BLOCK)
         expected = oracle[place.index]
         assert entry(again) == expected, name
@@ -108,7 +108,7 @@ def test_the_levels_of_a_curriculum_are_those_of_the_package() -> None:
         config = curriculum.generate_configuration({"seed": data.place["seed"]})
         config.size = BLOCK
         assert create_dataset(name, **vars(config))[data.place["index"]] == entry(
-            Place(**data.place)
+            EntryPlace(**data.place)
         ), name
     assert set(refused) == {
         *("acre", "gsm_symbolic", "list_functions"),  # without a curriculum
@@ -229,6 +229,7 @@ async def test_a_reply_on_which_the_packages_scorer_fails_is_wrong_and_counted(
 # -- names ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_short_id_needs_the_plugin_and_the_module_is_a_taskset_by_itself() -> None:
     """In a process of its own: nothing has imported the plugin there."""
     code = """

@@ -30,6 +30,10 @@ def test_a_named_renderer_takes_its_own_fields():
 def test_an_unknown_field_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"renderer \(renderer 'qwen3'\)\.thinkin: unknown"):
         offer("qwen3").build("x", {"thinkin": "all"})
+    with pytest.raises(ConfigError, match="enable_thinkin: unknown key; did you mean 'enable_thin"):
+        offer("qwen3").build("x", {"enable_thinkin": False})
+    with pytest.raises(ConfigError, match=r"known here: .*enable_thinking, .*name"):
+        offer("qwen3").build("x", {"zzz": 1})
 
 
 def test_an_unknown_field_is_refused_before_anything_starts():
@@ -49,12 +53,11 @@ def test_auto_refuses_a_field_its_renderer_does_not_have():
         AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {"bogus": 1})
 
 
-def test_auto_refuses_an_unknown_id_and_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"Set orchestrator\.renderer\.name"):
+def test_auto_refuses_an_unknown_id_without_a_tokenizer_and_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"chooses by the tokenizer.*Name a renderer: one of"):
         AutoRenderer(PluginConfig()).build("mine/finetune", {})
 
 
-@pytest.mark.parametrize("model", ["tiny-reverse", "."])
-def test_auto_refuses_what_is_no_hub_id_before_anything_starts(model):
-    with pytest.raises(ConfigError, match=r"Set orchestrator\.renderer\.name"):
-        AutoRenderer(PluginConfig()).check(model)
+@pytest.mark.parametrize("model", ["tiny-reverse", ".", "mine/finetune"])
+def test_auto_takes_any_model_and_chooses_when_the_tokenizer_is_there(model):
+    AutoRenderer(RendererSettings()).check(model)

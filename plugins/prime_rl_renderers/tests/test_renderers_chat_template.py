@@ -6,7 +6,7 @@ from renderers import Qwen3RendererConfig, create_renderer
 from renderers.qwen3 import Qwen3Renderer
 from transformers import AutoTokenizer
 
-from prime_rl import ChatTemplate, PluginConfig
+from prime_rl import ChatTemplate, ConfigError, PluginConfig
 from prime_rl.rundir.chat_template import put_chat_template, write_chat_template
 from prime_rl_environments.tasks import LOOKUP_SCHEMA
 from prime_rl_environments.tiny.chat import build_chat_tokenizer
@@ -70,6 +70,13 @@ def by_template(tokenizer, messages, **settings):
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, **settings
     )
+
+
+def test_a_renderer_of_another_family_is_refused_with_the_token_that_is_missing(run_dir):
+    """Of Qwen3.5, whose images have tokens that a tokenizer of Qwen3 lacks."""
+    said = "'qwen3.5' does not fit the model's tokenizer: .*vision_start.* write \"auto\""
+    with pytest.raises(ConfigError, match=said):
+        exported(run_dir, build_tokenizer(), "qwen3.5")
 
 
 @pytest.mark.parametrize("build", [build_tokenizer, build_chat_tokenizer])

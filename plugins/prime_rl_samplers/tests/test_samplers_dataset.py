@@ -198,9 +198,8 @@ async def test_an_empty_and_a_missing_file_are_named(tmp_path):
 
 
 async def test_a_demonstration_without_tokens_to_learn_from_is_refused(tmp_path):
-    made = await source(path=written(tmp_path, GOOD, {"prompt": "ab", "completion": ""}))
     with pytest.raises(ConfigError, match=r"demos\.jsonl:2: expected tokens .* got none among 2"):
-        await shown(made, 1)
+        await source(path=written(tmp_path, GOOD, {"prompt": "ab", "completion": ""}))
     with pytest.raises(ConfigError, match=r"demos\.jsonl:1: expected tokens"):
         await source(path=written(tmp_path, {"prompt": "ab", "completion": ""}))
 
@@ -211,9 +210,8 @@ async def test_a_task_without_the_demonstration_is_named():
         ConfigError, match=r"env 'demos': .*demo_key: example 0: got no field 'demo'"
     ):
         await source(host, demo_key="demo")
-    made = await source(host, demo_key="answer")
     with pytest.raises(ConfigError, match="example 1: got no field 'answer', expected it among pr"):
-        await shown(made, 1)
+        await source(host, demo_key="answer")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +281,15 @@ async def test_calls_that_no_tool_could_take_are_refused(tmp_path, calls, said):
         await source(path=written(tmp_path, {"messages": messages, "tools": [LOOK]}))
 
 
+@pytest.mark.parametrize("name", ["find", "Look", "look ", ""])
+async def test_a_call_of_a_tool_that_the_line_lacks_is_refused(tmp_path, name):
+    calls = [{"function": {"name": "look"}}, {"function": {"name": name}}]
+    messages = [CALLS[0], CALLS[1] | {"tool_calls": calls}, *CALLS[2:]]
+    said = rf"demos.jsonl:1: messages\[1\]: tool_calls: .*\(look\), got str '{name}'"
+    with pytest.raises(ConfigError, match=said):
+        await source(path=written(tmp_path, {"messages": messages, "tools": [LOOK]}))
+
+
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', "{}", {}])
 async def test_arguments_may_be_a_table_or_its_text(tmp_path, arguments):
     call = {"function": {"name": "look", "arguments": arguments}}
@@ -303,6 +310,36 @@ async def test_an_error_of_the_renderer_names_the_line(tmp_path, monkeypatch):
         await shown(made, 1)
 
 
+@pytest.mark.parametrize(
+    ("odd", "tools"),
+    [
+        (CALLS, [LOOK]),
+        ([CALLS[0], {**CALLS[1], "content": None}, *CALLS[2:]], [LOOK]),
+        ([*CHAT[:2], CHAT[2] | {"reasoning_content": "x"}], None),
+        (CHAT[1:3], None),
+    ],
+)
+async def test_the_first_row_of_each_form_is_rendered_before_the_first_step(odd, tools):
+    """A row in the middle whose form the renderer cannot write does not wait for its step."""
+    plain = {"prompt": "x", "conversation": {"messages": CHAT}}
+    table = {"messages": odd} | ({} if tools is None else {"tools": tools})
+    rows = [plain] * 5 + [{"prompt": "x", "conversation": table}] + [plain] * 5
+    host = FakeHost(env="demos", tasks=rows)
+    rendered = []
+    render = host.supervised_samples
+
+    def fails_at_the_odd_one(messages, tools=None):
+        rendered.append(messages)
+        if list(messages) == odd:
+            raise TypeError("a template's error")
+        return render(messages, tools)
+
+    host.supervised_samples = fails_at_the_odd_one
+    with pytest.raises(ConfigError, match=r"example 5: the renderer cannot render it"):
+        await source(host, demo_key="conversation")
+    assert len(rendered) == 2
+
+
 async def test_a_file_may_begin_with_a_byte_order_mark_and_have_any_character(tmp_path):
     path = tmp_path / "demos.jsonl"
     lines = [
@@ -314,3 +351,32 @@ async def test_a_file_may_begin_with_a_byte_order_mark_and_have_any_character(tm
     made = await source(path=path)
     assert made.num_examples == 2
     assert text((await shown(made)).samples[0], False) == "a\u2028b"
+
+
+@pytest.mark.parametrize(
+    ("roles", "trained"),
+    [
+        (("assistant",), "BAC"),
+        (("assistant", "user"), "abBAcC"),
+        (("user",), "abc"),
+        (("system",), "S"),
+        ("all", "SabBAcC"),
+    ],
+)
+async def test_the_roles_choose_whose_tokens_train(tmp_path, roles, trained):
+    made = await source(path=written(tmp_path, {"messages": CHAT}), roles=roles)
+    (sample,) = (await shown(made)).samples
+    assert text(sample) == trained
+
+
+async def test_roles_that_no_message_has_leave_nothing_to_learn(tmp_path):
+    with pytest.raises(ConfigError, match="expected tokens of the assistant to learn from"):
+        await source(path=written(tmp_path, {"messages": CHAT}), roles=("tool",))
+
+
+async def test_a_task_may_have_the_whole_conversation():
+    tasks = [{"prompt": "shown in reports", "conversation": {"messages": CHAT}}]
+    made = await source(FakeHost(env="demos", tasks=tasks), demo_key="conversation")
+    rollout = await shown(made)
+    assert text(rollout.samples[0]) == "BAC"
+    assert rollout.num_turns == 2

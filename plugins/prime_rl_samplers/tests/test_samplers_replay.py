@@ -140,6 +140,7 @@ def test_every_field_of_a_rollout_is_stored_except_the_listed_ones():
         "reward": np.float64(0.1),
         "samples": [],
         "rewards": {"a": np.float32(0.5)},
+        "reward_weights": {"a": np.float32(0.25)},
         "metrics": {"m": 2.0},
         "info": {"x": (1, 2), "y": np.arange(2)},
         "num_turns": 5,
@@ -150,14 +151,16 @@ def test_every_field_of_a_rollout_is_stored_except_the_listed_ones():
         "agent": "solver",
         "task": {"prompt": "p"},
         "messages": [{"role": "assistant", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
         "source": "policy",
         "has_logprobs": True,
     }
-    left_out = {f.name for f in fields(Rollout)} - set(values)
+    left_out = {f.name for f in fields(Rollout) if f.init} - set(values)
     assert left_out == {"trace", "assigned", "credited", "frozen", "place", "given"}
     (back,) = restore(keep([Rollout(**values, trace=object())]))
     kept = {name: getattr(back, name) for name in values}
-    assert kept == values | {"info": {"x": [1, 2], "y": [0, 1]}, "rewards": {"a": 0.5}}
+    plain = {"info": {"x": [1, 2], "y": [0, 1]}, "rewards": {"a": 0.5}}
+    assert kept == values | plain | {"reward_weights": {"a": 0.25}}
     assert back.trace is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -173,3 +174,37 @@ def test_vllm_gives_the_trainers_logprobs(smollm2: Path, tmp_path: Path) -> None
     trained = trainer_logprobs(smollm2, documents, [len(prompt) for prompt in asked])
     for choice, ours in zip(choices, trained, strict=True):
         assert np.abs(ours - np.array(choice.logprobs)).max() <= 1e-3
+
+
+@pytest.mark.slow
+def test_sft_of_a_few_steps_lowers_the_loss_of_its_conversations(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    """``auto`` finds no renderer of a family; ``default`` marks the replies, up to their end."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Code word {n}?"},
+                {"role": "assistant", **reply},
+            ]
+        }
+        for n, reply in enumerate([{"content": "zebra quilt"}, {"content": "amber fjord"}] * 2)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        f'seq_len = 64\n[model]\nname = "{smollm2}"\n[sft]\ndata = "{data}"\nbatch_size = 4\n'
+        'epochs = 4\n[trainer.optim]\nlr = 1e-4\n[run]\nname = "run"\n[ckpt]\nenabled = false\n'
+    )
+    code = "from prime_rl_app.cli import main; main()"
+    command = [sys.executable, "-c", code, "sft", str(config), "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    lines = (tmp_path / "run/trainer.jsonl").read_text().splitlines()
+    metrics = [json.loads(line)["metrics"] for line in lines]
+    losses = [each["loss/ce"] for each in metrics]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    renderer = json.loads((tmp_path / "run/configs/renderer.json").read_text())
+    assert renderer == {"name": "default"}

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from prime_rl_tensorboard import TensorBoardConfig, TensorBoardMonitor, register_monitors
+from prime_rl_tensorboard import TensorBoardConfig, TensorBoardMonitor, register_observers
 from prime_rl_tensorboard.events import masked_crc
 
 
@@ -61,4 +61,4 @@ def test_a_folder_outside_the_run_is_refused():
 
 
 def test_it_registers_the_monitor():
-    assert register_monitors() == [TensorBoardMonitor]
+    assert register_observers() == [TensorBoardMonitor]

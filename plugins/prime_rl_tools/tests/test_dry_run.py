@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Generator
 from contextlib import nullcontext
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from prime_rl.registry.manager import Hooks, load_plugins, wrappers
 from prime_rl_app.config import build_config
 from prime_rl_app.resolve import Resolved
 from prime_rl_tools import dry_run
-from prime_rl_tools.dry_run import build_parts, call_orders, changed_keys, describe
+from prime_rl_tools.dry_run import build_parts, call_orders, changed_keys, describe, prompt_lines
 
 TABLE = {
     "model": {"name": "tiny-reverse"},
@@ -39,6 +38,9 @@ class Broken(Monitor):
 
     def __init__(self, config, run_dir):
         raise KeyError("in the constructor")
+
+    def log(self, step, metrics):
+        raise AssertionError("it was never made")
 
 
 def test_the_keys_that_differ_from_the_defaults():
@@ -103,16 +105,23 @@ def test_a_quick_dry_run_shows_processes_batch_and_wrappers_and_builds_no_enviro
     assert "process    orchestrator: no GPU of its own" in lines
     batch = "batch      16 rollouts, at most 1,024 tokens per step, in rows of 64"
     assert batch in lines and "wrapper    score_group wrapped by clip" in lines
-    rewards = f"'environments' (prime-rl-environments {version('prime-rl-environments')})"
-    order = f"'clip' around {rewards}, then 'grpo'"  # group rewards come before the algorithm
-    assert f"order      score_group: {order} (env reverse-text)" in lines
+    assert "order      score_group: 'clip' around 'grpo' (env reverse-text)" in lines
     assert any(line.startswith("env        reverse-text: ") for line in lines)
+
+
+@pytest.mark.parametrize("gpus, noted", [([], True), (["0"], False)])
+def test_a_trainer_on_cuda_is_noted_on_a_machine_without_a_gpu(monkeypatch, gpus, noted):
+    """A note, since a dry run of a cluster's config may run on a login node."""
+    monkeypatch.setattr("prime_rl_app.children.visible_gpus", lambda: gpus)
+    table = {**TABLE, "trainer": {"device": "cuda"}}
+    lines = [*describe(build_config(table), load_plugins(), quick=True)]
+    assert any(line.startswith("note       trainer.device is 'cuda'") for line in lines) is noted
 
 
 def test_a_constructor_that_fails_is_found():
     class Plugin:
         @hookimpl
-        def register_monitors(self):
+        def register_observers(self):
             return [Broken]
 
     hooks = load_plugins()
@@ -126,7 +135,7 @@ def test_a_constructor_that_fails_is_found():
 
 
 def test_a_sampler_that_looks_at_the_examples_is_built_with_those_of_the_environment():
-    buffer = {"buffer": {"easy_threshold": 0.9}}
+    buffer = {"sampler": {"type": "difficulty_pools", "easy_threshold": 0.9}}
     config = build_config(TABLE | {"orchestrator": TABLE["orchestrator"] | buffer})
     (label,) = (env.label for env in config.orchestrator.train.env)
     for prompt, quick in (("prompt", False), ("question", False), ("question", True)):
@@ -135,6 +144,12 @@ def test_a_sampler_that_looks_at_the_examples_is_built_with_those_of_the_environ
         refused = prompt == "question" and not quick
         with pytest.raises(ConfigError, match="no field 'prompt'") if refused else nullcontext():
             build_parts(Resolved(config), found)
+
+
+def test_a_prompt_that_leaves_no_token_for_a_reply_is_a_warning():
+    assert [*prompt_lines(7, "abc", 8)] == ["prompt     7 tokens: 'abc'"]
+    _, *warning = prompt_lines(8, "abc", 8)
+    assert "seq_len = 8 this prompt leaves no token for a reply" in warning[0]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from prime_rl.errors import ProcessFailed, printable
 from prime_rl.rundir.control import supervised
 from prime_rl.rundir.status import Status
 from prime_rl_app.cli.app import app
-from prime_rl_app.rollouts import write_rollouts
+from prime_rl_app.saved_rollouts import write_rollouts
 from prime_rl_tools.commands.chat import _say
 from prime_rl_tools.replay import score
 from prime_rl_tools.terminal import Console
@@ -131,7 +131,14 @@ def test_the_live_view_and_the_summary_show_it_as_text(run):
 def test_the_doctor_chat_the_plain_view_and_errors_show_it_as_text(run, monkeypatch, capsys):
     from prime_rl_tools.doctor import Verdict
 
-    verdict = Verdict("one_reply", EVIL, EVIL, EVIL, EVIL, "held")
+    verdict = Verdict(
+        name="one_reply",
+        finding=EVIL,
+        evidence=EVIL,
+        threshold=EVIL,
+        advice=EVIL,
+        env="held",
+    )
     history = SimpleNamespace(run_dir=run, steps=[*range(99)], values=lambda *_: [])
     monkeypatch.setattr("prime_rl_tools.doctor.History", lambda run_dir: history)
     monkeypatch.setattr("prime_rl_tools.doctor.diagnose", lambda history: [verdict])

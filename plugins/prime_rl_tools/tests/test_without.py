@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -33,15 +34,18 @@ COMMANDS = {
     "plan": ("plan {}/a.toml --gpus 8xH100", "a.toml"),
     "race": ("race {}/a.toml {}/b.toml", "a.toml"),
     "serve-env": ("serve-env {}/a.toml", "a.toml"),
+    "export": ("export missing --output-dir {}", "missing"),
+    "sft": ("sft {}/a.toml", "a.toml"),
     "migrate": ("migrate {}/a.toml", "a.toml|model"),
     "chat": ("chat missing --output-dir {}", "missing"),
     "eval": ("eval no-such-env", "no-such-env"),
     "watch": ("watch missing --output-dir {}", "missing"),
     "doctor": ("doctor missing --output-dir {}", "missing"),
-    "plugins list": ("plugins list", "prime-rl-grpo"),
+    "plugins list": ("plugins list --verbose", "prime-rl-grpo"),
     "plugins show": ("plugins show grpo", "prime-rl-grpo"),
     "plugins check": ("plugins check zero_advantage", "1 passed"),
     "plugins new": ("plugins new mine --directory {}/mine", "wrote|is not empty"),
+    "plugins search": ("plugins search zero_advantage", "prime-rl-filters"),
     "plugins prove": ("plugins prove grop", "Did you mean 'grpo'"),
 }
 """With each command, a call of it and what it then prints: an answer, or an error of its own."""
@@ -80,18 +84,29 @@ def call(tmp_path, monkeypatch, capsys) -> Iterator[Callable[..., str]]:
     installed_losses.cache_clear()
 
 
-def test_the_table_has_every_command():
-    tree = get_group(prime_rl_app.cli.app.app)
+def test_the_table_has_every_command(monkeypatch):
+    # An earlier test may have added the commands of other plugins to the module that it imported.
+    monkeypatch.delitem(sys.modules, "prime_rl_app.cli.app", raising=False)
+    tree = get_group(importlib.import_module("prime_rl_app.cli.app").app)
     assert {name.partition(" ")[0] for name in COMMANDS} == {*tree.commands}
     assert {f"plugins {name}" for name in tree.commands["plugins"].commands} <= {*COMMANDS}
 
 
 def test_a_plugin_that_exits_at_import_is_an_error_with_its_name(call):
     why = "plugin 'bad' (ill 0.1) failed to import: SystemExit: 3."
-    for words in (COMMANDS["run"][0], COMMANDS["replay"][0], "plugins check bad", "plugins list"):
+    LIST = COMMANDS["plugins list"][0]
+    for words in (COMMANDS["run"][0], COMMANDS["replay"][0], "plugins check bad", LIST):
         said = " ".join(call(words).split())
         assert why in said, said
-        assert words != "plugins list" or "prime-rl-grpo" in said
+        assert words != LIST or "prime-rl-grpo" in said
+
+
+def test_the_short_list_imports_no_plugin(call, tmp_path):
+    info = tmp_path / "site" / "ill-0.1.dist-info" / "entry_points.txt"
+    info.write_text("[prime_rl]\nbad = bad_exit\n")
+    said = call("plugins list")
+    assert not (tmp_path / "imported").exists()
+    assert re.search(r"\n +ill +0\.1 +bad\b", said), said
 
 
 def test_a_run_is_checked_without_the_code_of_a_plugin_in_any_group(call, tmp_path):

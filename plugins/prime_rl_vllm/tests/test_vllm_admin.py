@@ -23,14 +23,19 @@ MEETING = BroadcastGroup(
 
 
 class Workers:
-    """A fake ``AsyncLLM``. ``answers`` are the workers' results of a broadcast."""
+    """A fake ``AsyncLLM`` with two data-parallel engines of a worker each. ``answers`` are the
+    workers' results of a broadcast."""
 
     def __init__(self, *answers: str | None) -> None:
-        self.answers, self.held = list(answers), False
+        self.answers = answers
+        self.held = False
+        self.engine_core = self
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[str | None]:
-        assert method == "prime_rl_receive" and self.held
-        return self.answers
+    async def call_utility_all_async(
+        self, call: str, method: str, timeout: float | None, args: object, kwargs: object
+    ) -> list[list[str | None]]:
+        assert (call, method) == ("collective_rpc", "prime_rl_receive") and self.held
+        return [[answer] for answer in self.answers]
 
     async def pause_generation(self, **_: object) -> None:
         self.held = True
@@ -71,7 +76,7 @@ async def test_weights_that_all_workers_refuse_leave_the_old_version(ended: list
 async def test_an_update_that_makes_no_sense_is_refused() -> None:
     """Before the workers hear of it: of a version below 0, or with a meeting outside of the run."""
     state = State("m", "m", 64, Keys("admin"), Status(None), weights_roots=[Path("/run")])
-    parallel = SimpleNamespace(data_parallel_size=1, world_size=2)
+    parallel = SimpleNamespace(data_parallel_size=1, world_size=2, local_engines_only=False)
     device = SimpleNamespace(device_type="cpu")
     config = SimpleNamespace(parallel_config=parallel, device_config=device)
     state.engine = SimpleNamespace(vllm_config=config)
@@ -92,6 +97,8 @@ async def test_an_update_that_makes_no_sense_is_refused() -> None:
     )
     assert "meeting.directory: m lies outside" in await refusal(meeting=MEETING)
     parallel.data_parallel_size = 2
+    assert "this engine has 4 workers" in await refusal(meeting=inside)
+    parallel.local_engines_only = True
     assert "takes weights from files only" in await refusal(meeting=inside)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_rl import ConfigError, EngineLaunch
+from prime_rl import ConfigError, ConfigWarning, EngineLaunch
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ENGINE, collect, settings_of
 from prime_rl_vllm import Vllm, VllmConfig
@@ -174,20 +174,89 @@ def test_logits_in_float32_save_the_mismatch_of_rounded_ones():
     assert abs(float32_k3) < 1e-7 and float32_std < 1e-5
 
 
-def test_a_coarse_cache_and_quantized_weights_say_what_they_do():
-    assert coarse_parts({"kv_cache_dtype": "auto"}) == coarse_parts({}) == []
-    (note,) = coarse_parts({"kv_cache_dtype": "fp8_e5m2"})
-    assert "kv_cache_dtype is 'fp8_e5m2'" in note and "mismatch_kl" in note
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "bfloat16", "mamba_cache_dtype": "float32", "lora_dtype": "auto"},
+        {"hf_overrides": {"head_dtype": "float32"}, "max_num_seqs": 4},
+        {"enable_mamba_cache_stochastic_rounding": False, "logits_processors": []},
+    ],
+)
+def test_settings_that_leave_the_distribution_alone_say_nothing(arguments):
+    assert coarse_parts(arguments) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("kv_cache_dtype", "fp8_e5m2", "keys and values are rounded"),
+        ("quantization", "fp8", "weights are rounded"),
+        ("quantization_config", {"linear": "fp8"}, "weights are rounded"),
+        ("mamba_cache_dtype", "float16", "the states of recurrent layers are rounded"),
+        ("enable_mamba_cache_stochastic_rounding", True, "the states of recurrent"),
+        ("lora_dtype", "bfloat16", "the adapter is rounded"),
+        ("logits_processors", ["a.b:C"], "logits are changed"),
+        ("hf_overrides", {"num_experts_per_tok": 2}, "is another one than the trainer's"),
+        ("hf_overrides", {"head_dtype": "model"}, "is another one than the trainer's"),
+    ],
+)
+def test_settings_that_change_the_distribution_say_what_they_do(name, value, why):
+    (note,) = coarse_parts({name: value, "max_num_seqs": 4})
+    assert note.startswith(f"{name} is {value!r}, so ") and why in note and "mismatch_kl" in note
+
+
+def test_each_setting_that_does_so_is_noted_by_itself():
     assert len(coarse_parts({"kv_cache_dtype": "fp8", "quantization": "fp8"})) == 2
 
 
-def test_the_engine_of_a_run_is_not_quantized():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "awq"}, r"inference\.vllm\.quantization: is 'awq'; a run"),
+        ({"quantization_config": {"linear": "fp8"}}, r"quantization_config: is \{'linear'"),
+        (
+            {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+            r"hf_overrides\.quantization_config: is \{'quant_method'",
+        ),
+        ({"load_format": "dummy"}, "load_format: is 'dummy'; the first rollouts"),
+        ({"watermark_config": {"key": 5}}, "watermark_config: tokens would be chosen by a key"),
+    ],
+)
+def test_an_engine_of_a_run_samples_the_policy_that_is_trained(arguments, message):
+    from dataclasses import replace
+
+    engine = Vllm(config(**arguments))
+    with pytest.raises(ConfigError, match=message):
+        engine.check(None)  # so --dry-run refuses it too
+    assert engine.command(LAUNCH).argv  # frozen
+    with pytest.raises(ConfigError, match=message):
+        engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
+
+
+def test_weights_that_vllm_rounds_anew_at_every_update_may_be_a_runs():
+    """``quantization = "fp8"`` over a folder in full precision; the dry run notes what it costs."""
     from dataclasses import replace
 
     engine = Vllm(config(quantization="fp8"))
-    assert engine.command(LAUNCH).argv  # frozen
-    with pytest.raises(ConfigError, match=r"inference\.vllm\.quantization: is 'fp8'; a run"):
-        engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
+    command = engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
+    assert parse(command.argv[4:]).settings.arguments["quantization"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"hf_overrides": {"head_dtype": "model"}}, "hf_overrides"),
+        ({"logits_processors": ["mine:Ban"]}, "logits_processors"),
+    ],
+)
+def test_a_run_warns_before_it_starts_that_the_distributions_differ(monkeypatch, arguments, name):
+    monkeypatch.setattr("prime_rl_vllm.check_interpreter", lambda python: None)
+    with pytest.warns(ConfigWarning, match=rf"inference\.vllm\.{name} is .*differs") as caught:
+        Vllm(config(**arguments)).check(None)
+    assert len(caught) == 1
 
 
 def test_chunked_prefill_is_refused_on_a_cpu():

@@ -1,6 +1,7 @@
 """From a client's request to vLLM's parameters, and the keys that routes require."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -90,9 +91,11 @@ def test_another_model_is_404():
 # -- keys -------------------------------------------------------------------------------
 
 
-def engine(workers=1, replicas=1, device="cpu"):
+def engine(workers=1, replicas=1, device="cpu", servers=1):
     """A fake of vLLM's client."""
-    parallel = SimpleNamespace(data_parallel_size=replicas, world_size=workers)
+    parallel = SimpleNamespace(
+        data_parallel_size=replicas, world_size=workers, local_engines_only=servers > 1
+    )
     config = SimpleNamespace(
         parallel_config=parallel,
         device_config=SimpleNamespace(device_type=device),
@@ -101,31 +104,36 @@ def engine(workers=1, replicas=1, device="cpu"):
     return SimpleNamespace(check_health=_nothing, vllm_config=config)
 
 
-def test_every_worker_receives_weights_unless_several_engines_share_an_address():
+def test_every_worker_receives_weights_unless_other_servers_have_some_of_them():
     state = State("tiny", "folder", 8, Keys("a", "s"), Status(None))
     state.engine = engine(workers=4)
     assert state.receives == {"workers": 4, "backends": ["gloo", "ipc"]}
     state.engine = engine(workers=2, device="cuda")
     assert state.receives == {"workers": 2, "backends": ["gloo", "nccl", "ipc"]}
-    state.engine = engine(workers=2, replicas=2)
+    state.engine = engine(workers=2, replicas=3)
+    assert state.receives == {"workers": 6, "backends": ["gloo", "ipc"]}
+    state.engine = engine(workers=2, replicas=3, servers=3)
     assert state.receives is None
 
 
-def ask(method, path, key=None, *, admin="a", sampling="s"):
-    """The status of a request to ``Front`` with a fake vLLM behind it."""
+def ask(method, path, key=None, *, admin="a", sampling="s", body=b"{}", heard=None):
+    """The status of a request to ``Front`` with a fake vLLM behind it, which writes the body that
+    it got into the list ``heard``."""
     shared.current = State("tiny", "folder", 8, Keys(admin, sampling), Status(None))
     shared.current.engine = engine()
     vllm = SimpleNamespace(matches=lambda scope: ("none", {}))
     sent = []
 
     async def behind(scope, receive, send):
+        if heard is not None:
+            heard.extend([(await receive())["body"], dict(scope["headers"])])
         await send({"type": "http.response.start", "status": 299, "headers": []})
 
     async def send(message):
         sent.append(message)
 
     async def receive():
-        return {"type": "http.request", "body": b"{}", "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     scope = {
         "type": "http",
@@ -170,3 +178,33 @@ def test_other_routes_of_vllm_need_the_admin_key():
 def test_health_is_open_and_unknown_routes_are_404():
     assert ask("GET", "/health") == 200
     assert ask("GET", "/nowhere", "a") == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "salt"),
+    [
+        (b"{}", "0:"),
+        (b'{"cache_salt": null, "a": 1.50}', "0:"),
+        (b'{"a": [{"b": "\\u00e9"}], "cache_salt": "mine"}', "0:mine"),
+        (b'{"cache\\u005fsalt": "mine"}', "0:mine"),
+        (b'{"cache_salt": "first", "cache_salt": "last"}', "0:last"),
+    ],
+)
+def test_a_text_for_vllm_gets_our_salt_and_keeps_its_other_values(body, salt):
+    heard = []
+    assert ask("POST", "/v1/chat/completions", "s", body=body, heard=heard) == 299
+    data, headers = heard
+    assert json.loads(data) == {**json.loads(body), "cache_salt": salt}
+    assert data.count(b"salt") == 1
+    assert headers[b"content-length"] == str(len(data)).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[]", b"", b"null", b'{"a": NaN}', b'{"cache_salt": 3}', b"[" * 99999, b"\xef\xbb\xbf{}",
+     '{"cache_salt": "x"}'.encode("utf-16"), b'{"a": 1} {}', b'{"a": "\\ud800"}'],
+)  # fmt: skip
+def test_what_cannot_be_salted_does_not_reach_vllm(body):
+    heard = []
+    assert ask("POST", "/v1/completions", "s", body=body, heard=heard) == 400
+    assert heard == []

@@ -8,7 +8,7 @@ import pytest
 from wandb_files import WandbRun
 
 from prime_rl.testing import make_rollout
-from prime_rl_wandb import WandbConfig, WandbMonitor, register_monitors
+from prime_rl_wandb import WandbConfig, WandbMonitor, register_observers
 from prime_rl_wandb.table import COLUMNS, conversation, credit_text, table_row
 
 pytestmark = pytest.mark.slow  # wandb starts a service for each run
@@ -132,4 +132,4 @@ def test_the_conversation_has_a_line_per_message():
 
 
 def test_it_registers_the_monitor():
-    assert register_monitors() == [WandbMonitor]
+    assert register_observers() == [WandbMonitor]

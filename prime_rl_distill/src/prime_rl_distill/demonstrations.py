@@ -41,14 +41,14 @@ def demonstration_of(rollout: Rollout, key: str) -> str:
             "the field with the expert's response, or change the environment to provide one."
         )
 
-    found = rollout.info.get(key, rollout.task.get(key))
-    if not isinstance(found, str) or not found.strip():
+    value = rollout.info.get(key, rollout.task.get(key))
+    if not isinstance(value, str) or not value.strip():
         raise ConfigError(
-            f"{where}: {key!r} is {found!r}, expected the text of an expert's response. Set "
+            f"{where}: {key!r} is {value!r}, expected the text of an expert's response. Set "
             "algo.demo_key to another field, or fix the example."
         )
 
-    return found
+    return value
 
 
 def _keys(table: dict[str, object]) -> str:

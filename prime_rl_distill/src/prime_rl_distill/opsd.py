@@ -61,7 +61,7 @@ class OPSD(Algorithm):
 
     def objective(self, outcomes: Any) -> Any:
         """Minus the KL from the policy to itself with the demonstration, in the states that it
-        visits; with ``skip_truncated``, its estimate lacks the rollouts that do not end."""
+        visits. With ``skip_truncated``, the estimate leaves out the rollouts that do not end."""
         return -(outcomes.visits * outcomes.reverse_kl).sum()
 
     async def setup(self, host: Host) -> None:

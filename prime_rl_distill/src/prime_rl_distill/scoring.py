@@ -34,7 +34,7 @@ async def sampled_top_logprobs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and logprobs of the model's ``k`` likeliest tokens in the place of each of the C
     trainable ones, in order: [C, k] each. Raises ``EngineError`` if the model refuses."""
-    found = await asyncio.gather(
+    scores = await asyncio.gather(
         *(
             model.top_logprobs(sample.token_ids, k, group_id=rollout.group_id)
             for sample in rollout.samples
@@ -43,6 +43,6 @@ async def sampled_top_logprobs(
     masks = [sample.loss_mask for sample in rollout.samples]
     ids, logprobs = (
         np.concatenate([part[mask] for part, mask in zip(parts, masks, strict=True)])
-        for parts in zip(*found, strict=True)
+        for parts in zip(*scores, strict=True)
     )
     return ids, logprobs

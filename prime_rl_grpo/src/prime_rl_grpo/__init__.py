@@ -11,6 +11,7 @@ from prime_rl_grpo.rae import RAE as RAE
 from prime_rl_grpo.rae import RAEConfig as RAEConfig
 from prime_rl_grpo.reinforce_pp import ReinforcePP as ReinforcePP
 from prime_rl_grpo.reinforce_pp import ReinforcePPBaseline as ReinforcePPBaseline
+from prime_rl_grpo.reinforce_pp import whiten as whiten
 from prime_rl_grpo.shaping import efficiency_shaped as efficiency_shaped
 from prime_rl_grpo.shaping import linear_shaped as linear_shaped
 

@@ -43,6 +43,7 @@ class RAE(Algorithm):
     config_class = RAEConfig
     config: RAEConfig
     order_dependent = True
+    needs_siblings = False
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
@@ -59,13 +60,14 @@ class RAE(Algorithm):
 
     def save(self, directory: Path) -> None:
         """Write the exact baselines."""
-        (directory / BASELINES).write_text(json.dumps(self.baselines))
+        (directory / BASELINES).write_text(json.dumps(self.baselines), "utf-8")
 
     def load(self, directory: Path) -> None:
         """Restore saved baselines. Raises ``ConfigError``."""
         path = directory / BASELINES
         try:
-            saved = {str(agent): float(b) for agent, b in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            table = dict(json.loads(path.read_text("utf-8")))
+            saved = {str(agent): float(baseline) for agent, baseline in table.items()}
+        except (OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not baselines that rae saved: {error}") from error
         self.baselines = defaultdict(float, saved)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
+from typing import Any
 
 
 def main() -> None:
@@ -14,6 +16,7 @@ def main() -> None:
     from prime_rl.proxies import settle
 
     try:
+        _show_warnings_of_the_config()
         _disable_plugins()
         for notice in settle(os.environ):
             print(f"prime-rl: {notice}", file=sys.stderr)
@@ -35,6 +38,26 @@ def main() -> None:
         sys.exit(2)
 
 
+def _show_warnings_of_the_config() -> None:
+    """As one line for the user, without the line of our code that found it. A warning is shown
+    once: a dry run loads the plugins and reads the config several times."""
+    from prime_rl.errors import ConfigWarning
+
+    show_others = warnings.showwarning
+    shown = set[tuple[str, type[Warning]]]()
+
+    def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+        if (str(message), category) in shown:
+            return
+        shown.add((str(message), category))
+        if issubclass(category, ConfigWarning):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            show_others(message, category, *more, **named)
+
+    warnings.showwarning = show
+
+
 def _disable_plugins() -> None:
     """Move each ``--without NAME`` to the environment, for this process and those it starts."""
     from prime_rl.entries import DISABLE
@@ -44,12 +67,15 @@ def _disable_plugins() -> None:
     names = [os.environ.get(DISABLE, "")]
     rest = iter(sys.argv)
     for word in rest:
-        if word.partition("=")[0] != "--without":
+        option, _, name = word.partition("=")
+        if option != "--without":
             kept.append(word)
-        elif not (name := word.partition("=")[2] or next(rest, "")):
+            continue
+
+        name = name or next(rest, "")
+        if not name:
             raise ConfigError("--without: expected the name of a plugin (prime-rl plugins list)")
-        else:
-            names.append(name)
+        names.append(name)
 
     sys.argv[:] = kept
     os.environ[DISABLE] = ",".join(filter(None, names))

@@ -1,4 +1,4 @@
-"""The command tree: ``run`` and ``migrate`` are the application's, all others are of plugins.
+"""The command tree: ``run``, ``sft`` and ``migrate`` are of the application, others of plugins.
 
 The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
 plugins takes longer than everything else. A command that none of them registers is looked for in
@@ -28,7 +28,7 @@ COMMANDS = "prime_rl.commands"
 """Entry-point group of the plugins whose commands the help shows."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """Finds the commands of plugins, and names the package of a command that is not installed."""
 
     # ``Any``: newer versions of typer have their own copy of click and its Context.
@@ -56,7 +56,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins a docstring's lines, and shows its examples as they are
     context_settings={"help_option_names": ["-h", "--help"]},
-    cls=Commands,
+    cls=CommandGroup,
 )
 plugins = typer.Typer(help="Installed plugins.", no_args_is_help=True, rich_markup_mode="markdown")
 
@@ -87,8 +87,8 @@ def root(
 
 
 def add_commands(group: str) -> list[PluginError]:
-    """Add the commands of the plugins in an entry-point group. Returns the errors of those that
-    cannot be loaded: the others work all the same."""
+    """Add the commands of the plugins in an entry-point group. Returns the errors of plugins that
+    cannot be loaded; the others still work."""
     hooks = Hooks()
     broken = list[PluginError]()
     disabled_names()  # an unknown name is an error
@@ -102,13 +102,25 @@ def add_commands(group: str) -> list[PluginError]:
     return broken
 
 
+def _bringers() -> str:
+    """Which packages bring the commands of ``prime-rl plugins``, where none is installed."""
+    prefix = "command.plugins."
+    known = [entry for entry in entries("prime_rl.known") if entry.name.startswith(prefix)]
+    packages = sorted({entry.value.replace("_", "-") for entry in known})
+    names = ", ".join(sorted({entry.name.removeprefix(prefix) for entry in known}))
+    return f"Its commands ({names}) are not installed. Run: pip install {' '.join(packages)}"
+
+
 def _missing(broken: list[PluginError]) -> str:
     return f"Commands of these plugins are missing: {' '.join(map(str, broken))}"
 
 
 app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
+app.command("sft", context_settings=run.CONTEXT, rich_help_panel="Train")(run.sft)
 app.command("migrate", rich_help_panel="Train")(migrate.migrate)
-app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
+app.add_typer(plugins, name="plugins", cls=CommandGroup, rich_help_panel="Extend")
 errors = add_commands(COMMANDS)
+if not plugins.registered_commands:
+    plugins.info.help = f"Installed plugins. {_bringers()}"
 if errors:
     app.info.epilog = _missing(errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -20,8 +21,8 @@ def migrate(
         typer.Option("-o", "--output", help="The file to write. Without it: standard output."),
     ] = None,
 ) -> None:
-    """Translate a config of upstream prime-rl, TRL (GRPOConfig) or verl. Comments in the new file
-    say what was left out, and which defaults differ.
+    """Translate a config of upstream prime-rl (RL or SFT), TRL (GRPOConfig) or verl. Comments in
+    the new file say what was left out, and which defaults differ.
 
     ```
     prime-rl migrate rl.toml -o mine.toml
@@ -34,11 +35,14 @@ def migrate(
     from prime_rl_app.errors import explained
     from prime_rl_app.migrate import as_whole, sbatch, written
     from prime_rl_app.migrate import migrate as translate
+    from prime_rl_app.output import counted
+    from prime_rl_app.sft import without_data
 
     whole: dict[str, Any] = {}
     for file in files:
         if file != "@":
-            whole = merge(whole, as_whole(read(Path(file.removeprefix("@")))))
+            table = read(Path(file.removeprefix("@")))
+            whole = merge(whole, as_whole(table))
     migration = translate(whole)
     text = written(migration, [Path(file).name for file in files if file != "@"])
     if output is None:
@@ -47,28 +51,32 @@ def migrate(
         target = Path(output)
         if target.exists():
             raise ConfigError(f"{output}: exists already. Give another name, or delete it.")
-        target.write_text(text)
+        target.write_text(text, "utf-8")
         typer.echo(f"{output}: {_summary(migration)}", err=True)
         if migration.slurm is not None:
             script = target.with_suffix(".sbatch")
-            script.write_text(sbatch(migration, whole, config=target.name, script=script.name))
+            script.write_text(
+                sbatch(migration, whole, config=target.name, script=script.name), "utf-8"
+            )
             typer.echo(f"{script}: the table [slurm] as a batch file", err=True)
 
     problems = []
     try:
-        build_config(migration.table)
+        build_config(without_data(migration.table))
     except ConfigError as error:
         problems = explained(str(error), [output] if output else []).splitlines()
     for problem in problems:
         typer.echo(f"to complete: {problem}", err=True)
     if migration.unknown:
+        number = len(migration.unknown)
+        keys = f"{counted(number, 'key')} {'is' if number == 1 else 'are'}"
         unknown = "\n".join(f"  {each}" for each in migration.unknown)
         raise ConfigError(
-            f"{len(migration.unknown)} keys are neither ours nor known of another framework, and "
-            f"were left out:\n{unknown}"
+            f"{keys} neither ours nor known of another framework, and left out:\n{unknown}"
         )
     if output is not None and not problems:
-        typer.echo(f"check it: prime-rl run {output} --dry-run", err=True)
+        command = "sft" if "sft" in migration.table else "run"
+        typer.echo(f"check it: prime-rl {command} {output} --dry-run", err=True)
 
 
 def read(file: Any) -> dict[str, Any]:
@@ -81,12 +89,21 @@ def read(file: Any) -> dict[str, Any]:
     try:
         import yaml  # type: ignore[import-untyped]
 
-        table = yaml.safe_load(file.read_text("utf-8"))
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]
+            """Reads ``1e-6`` and ``1.5e6`` as numbers, as the other frameworks do; YAML 1.1 asks
+            for a dot and a sign. Three digits of an exponent are no float: a name."""
+
+        Loader.add_implicit_resolver(
+            "tag:yaml.org,2002:float",
+            re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,2}$"),
+            list("-+0123456789"),
+        )
+        table = Loader(file.read_text("utf-8-sig")).get_single_data()
     except ImportError:
         raise ConfigError(
             f"{file}: YAML needs a package: pip install 'prime-rl-app[yaml]'"
         ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: not a YAML file: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: expected a table of keys, got {type(table).__name__}")

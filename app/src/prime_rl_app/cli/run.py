@@ -93,6 +93,48 @@ def run(
             _train(resolved, run_dir, again, None)
 
 
+def sft(
+    context: typer.Context,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG.toml... [--resume [latest|auto|STEP|DIR]] [--dotted.key VALUE]...",
+            help="TOML files with a table [sft], then overrides, as of `prime-rl run`: "
+            "--sft.epochs 3.",
+        ),
+    ],
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Build everything, show what would run, start nothing."),
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it in a browser too; short for --view.watch true.")
+    ] = False,
+) -> None:
+    """Supervised fine-tuning on a data set of messages. Without evaluations, no engine is started.
+
+    ```
+    prime-rl sft my.toml --sft.data chats.jsonl
+    ```
+    """
+    from prime_rl.errors import ConfigError
+    from prime_rl_app.config import override, read_toml
+    from prime_rl_app.sft import TABLE
+
+    arguments, _ = split_resume([*files, *context.args])
+    paths, overrides = split_arguments(arguments)
+    tables = [read_toml(Path(path)) for path in paths]
+    tables.append({})
+    override(tables[-1], overrides)
+    # The config of a run that goes on has the tables already that [sft] stands for.
+    if not any(TABLE in table or "run" in table for table in tables):
+        raise ConfigError(
+            "the config has no table [sft]. Name the data: --sft.data FILE, or in the TOML: "
+            '[sft] data = "chats.jsonl"'
+        )
+    run(context, files, dry_run=dry_run, watch=watch)
+
+
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split into files, which come first, and overrides, which start at the first ``--key``. A file
     may follow an ``@``."""
@@ -138,8 +180,14 @@ def _view(resolved: Resolved, run_dir: Path) -> RunView:
     from prime_rl.registry.offers import VIEW, make
 
     config = resolved.config
-    chosen = VIEW, config.view.type, config.view.settings, resolved.hooks, "view"
-    return make(*chosen, run_dir, config.max_steps)
+    return make(
+        VIEW,
+        config.view.type,
+        table=config.view.settings,
+        hooks=resolved.hooks,
+        where="view",
+        arguments=(run_dir, config.max_steps),
+    )
 
 
 def _train(resolved: Resolved, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
@@ -160,10 +208,10 @@ def train(
     run_dir: Path,
     again: str,
     checkpoint: Checkpoint | None,
-    on_step: Sequence[Callable[[], object]] = (),
+    on_step: Sequence[Callable[[int], object]] = (),
 ) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
-    continues; ``on_step``: called after each step. Raises ``RunError`` if a process dies,
+    continues; ``on_step``: called with each step after it. Raises ``RunError`` if a process dies,
     ``KeyboardInterrupt`` after a stop, and what ``on_step`` raises."""
     from prime_rl.entries import leaving_out
     from prime_rl.registry.manager import wrappers

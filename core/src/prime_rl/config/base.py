@@ -1,13 +1,17 @@
-"""The bases of every settings class: frozen, documented under the field."""
+"""The bases of every settings class: frozen, documented under the field. And of keys that are
+gone."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
-def _variable(name: str) -> str:
+def check_variable(name: str) -> str:
+    """The name, if an environment variable may have it. Raises ``ValueError``."""
     if not name or "=" in name or "\0" in name:
         raise ValueError("expected the name of an environment variable, not empty and without '='")
     return name
@@ -20,16 +24,46 @@ def _host(name: str) -> str:
     return name
 
 
-VariableName = Annotated[str, AfterValidator(_variable)]
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_SECRET_HEADER = re.compile(
+    r"auth|cookie|secret|password|credential|jwt|(^|[-_])(\w*key|token)s?$", re.IGNORECASE
+)
+
+
+def _header(name: str) -> str:
+    if not _HEADER.fullmatch(name):
+        raise ValueError("expected the name of an HTTP header, such as 'X-Team'")
+    return name
+
+
+def _public_headers(headers: dict[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        if _SECRET_HEADER.search(name):
+            raise ValueError(
+                f"by its name, the header {name} holds a secret, and the config is written to the "
+                f'run directory. Export its value, and set headers_from_env = {{ "{name}" = '
+                '"VARIABLE" }; a bearer key is api_key_var'
+            )
+        if not value.isascii() or not value.isprintable():
+            raise ValueError(f"the header {name} has a character that no header may have")
+    return headers
+
+
+VariableName = Annotated[str, AfterValidator(check_variable)]
+HeaderName = Annotated[str, AfterValidator(_header)]
+Headers = Annotated[dict[HeaderName, str], AfterValidator(_public_headers)]
+"""Headers without secrets."""
 HostName = Annotated[str, AfterValidator(_host)]
 
 
 class Settings(BaseModel):
     """One table of the TOML. Unknown keys are errors; the string under a field documents it."""
 
+    # The validator is built when a value is first validated: most commands validate few classes.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+        defer_build=True, extra="forbid", frozen=True,
+        use_attribute_docstrings=True, protected_namespaces=(),
+    )  # fmt: skip
 
 
 class PluginTable(Settings):
@@ -41,3 +75,24 @@ class PluginTable(Settings):
     def settings(self) -> dict[str, Any]:
         """The keys the plugin validates."""
         return dict(self.model_extra or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """A key that is gone, and what to write instead.
+
+    A config of an earlier version still loads, because its resolved ``run.json`` has every key.
+    The old default is left out without a word, as nothing changes. Any other value is moved to
+    ``moved_to``, or left out, with a ``ConfigWarning``.
+    """
+
+    default: Any
+    """Its old default, which the code has as a constant now."""
+    instead: str
+    """A sentence for the user."""
+    moved_to: str | None = None
+    """The dotted key that takes the value. For core's own keys."""
+    selected_by: str | None = None
+    """For a table that moves: the key beside it, gone too, that named the plugin which the table is
+    for. Its value becomes the table's ``type``. It may be a default of the application, for configs
+    that left it out."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from prime_rl.config.base import Settings, VariableName
+from prime_rl.config.base import HeaderName, Headers, Settings, VariableName, check_variable
 
 _SET_ELSEWHERE = {
     "temperature": "set sampling.temperature",
@@ -119,31 +119,58 @@ class FrozenModel(Settings):
     """A hosted model that the run neither starts nor updates: a teacher, a judge. ``prime-rl
     serve`` starts one; any server with the routes of ``docs/engines.md`` will do."""
 
+    how_to_give: ClassVar[str] = (
+        "Start the model (prime-rl serve MODEL --served-model-name NAME --port 8000) and give a "
+        'table: { name = "NAME", base_url = ["http://127.0.0.1:8000/v1"] }'
+    )
+    """The way out of an error about such a table."""
+
     name: str
     """The model's name at the endpoint (``served_model_name``)."""
     base_url: tuple[str, ...]
     """One URL or a list of replicas, each ending in ``/v1``; a group's requests go to one."""
-    api_key_var: VariableName | None = None
-    """Environment variable with the bearer key. None: no key."""
+    api_key_var: str | tuple[str, ...] | None = None
+    """Environment variable with the bearer key, or a list of several, which take turns: each
+    request has the next key. None: no key."""
+    headers: Headers = {}
+    """HTTP headers of every request. No secrets: this is written to the run directory."""
+    headers_from_env: dict[HeaderName, VariableName] = {}
+    """HTTP headers of every request, from environment variables."""
     max_concurrency: PositiveInt = 32
     """Scoring requests in flight, over all replicas."""
     timeout: PositiveFloat = 600.0
     """Seconds one request may take."""
+
+    @field_validator("api_key_var", mode="before")
+    @classmethod
+    def _names_variables(cls, value: Any) -> Any:
+        names = [value] if value is None or isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names:
+            raise ValueError("expected the name of an environment variable, or a list of names")
+        for name in names:
+            if not isinstance(name, str) and value is not None:
+                raise ValueError(f"expected names of environment variables, got {name!r}")
+            if name is not None:
+                check_variable(name)
+        return value
+
+    @property
+    def key_vars(self) -> tuple[str, ...]:
+        """The environment variables with its keys."""
+        names = self.api_key_var
+        return (names,) if isinstance(names, str) else names or ()
 
     @model_validator(mode="before")
     @classmethod
     def _is_a_whole_table(cls, value: Any) -> Any:
         if isinstance(value, dict) and not value.get("base_url"):
             raise ValueError(
-                "a frozen model needs a base_url, and there is none: prime-rl hosts the policy "
-                "only. Start the model (prime-rl serve MODEL) and give its URL, e.g. "
-                'base_url = ["http://127.0.0.1:8000/v1"]'
+                "a frozen model needs a base_url, and there is none: a run hosts the policy only. "
+                f"{cls.how_to_give}"
             )
 
         if isinstance(value, str):
-            raise ValueError(
-                f"expected a frozen model, a table with name and base_url, got {value!r}"
-            )
+            raise ValueError(f"expected a frozen model, got {value!r}. {cls.how_to_give}")
 
         return value
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-TAGS = ("policy", "frozen", "plugin")
+TAGS = ("policy", "frozen", "plugin", "<number>", "<points>")
 """Union tags that pydantic puts into a path."""
+
+NOT_GIVEN = "required, and nothing was given"
 
 TEXT_TYPES = ("string_type", "path_type")
 """Errors of pydantic for a value that is no text."""
@@ -30,35 +33,63 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
         deeper = [p for p in problems if p["loc"][: len(place)] == place != p["loc"]]
         return problem["type"] == "too_short" and bool(deeper)
 
-    return "\n".join(_line(each, model, where) for each in problems if not follows(each))
+    refused = {each["loc"] for each in problems}
+    return "\n".join(_line(each, model, where, refused) for each in problems if not follows(each))
 
 
-def _line(problem: Any, model: type[BaseModel], where: str) -> str:
+def _line(problem: Any, model: type[BaseModel], where: str, refused: Collection[Any]) -> str:
     location = tuple(part for part in problem["loc"] if part not in TAGS)
-    place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
-    known = _fields_at(model, location[:-1])
+    names = [where, *location] if where else location
+    place = ".".join(str(name) for name in names) or "configuration"
+    known = fields_at(model, location[:-1])
     is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
-    if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
+    is_unknown = is_value and known and location[-1] not in known
+
+    if problem["type"] == "extra_forbidden" or is_unknown:
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         if close and fits(known[close[0]], problem["input"]):
             return f"{place}: unknown key; did you mean {close[0]!r}?"
-        here = f"known here: {', '.join(sorted(known)) or 'none'}"
-        return f"{place}: unknown key; {here}{', tables of plugins' if is_value else ''}"
+        here = ", ".join(sorted(known)) or "none"
+        if is_value:
+            here += ", tables of plugins"
+        return f"{place}: unknown key; known here: {here}"
 
     if problem["type"] == "missing":
-        return f"{place}: required, and nothing was given"
-    said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    found = f" (got {problem['input']!r})"
-    if problem["type"] in TEXT_TYPES and is_scalar(problem["input"]):
-        found += (
-            f""". Write it in quotes: "{problem["input"]}", and '"{problem["input"]}"' in a shell"""
-        )
+        return f"{place}: {NOT_GIVEN}{_way_out_of_missing(problem, known, refused)}"
 
-    if isinstance(problem["input"], dict):
-        is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
-        found = f", got a table. Write [[{place}]]" if is_list else ""
+    value = problem["input"]
+    reason = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    if isinstance(value, dict):
+        is_list_of_tables = reason == EXPECTED["list_type"] and fields_at(model, location)
+        way_out = f", got a table. Write [[{place}]]" if is_list_of_tables else ""
+        return f"{place}: {reason}{way_out}"
 
-    return f"{place}: {said}{found}"
+    way_out = ""
+    if problem["type"] in TEXT_TYPES and is_scalar(value):
+        way_out = f""". Write it in quotes: "{value}", and '"{value}"' in a shell"""
+    elif reason == EXPECTED["list_type"] and is_scalar(value) and not isinstance(value, str):
+        way_out = f". Write it in brackets: [{value}]"
+    elif reason == EXPECTED["model_type"] and isinstance(value, str):
+        name = next((key for key in ("type", "name") if key in fields_at(model, location)), None)
+        way_out = f'. Write {place}.{name} = "{value}"' if name else ""
+    actual = "" if f"got {value!r}" in reason else f" (got {value!r})"
+    return f"{place}: {reason}{actual}{way_out}"
+
+
+def _way_out_of_missing(
+    problem: Any, known: Mapping[str, FieldInfo], refused: Collection[Any]
+) -> str:
+    """What to write for a required key: the key that was perhaps meant by it, unless that has a
+    line of its own, or how to give a table whose class says so (``how_to_give``)."""
+    *table, name = problem["loc"]
+    keys = problem["input"] if isinstance(problem["input"], dict) else {}
+    others = [key for key in keys if key not in known and (*table, key) not in refused]
+    close = difflib.get_close_matches(str(name), others, n=1)
+    if close:
+        return f"; {close[0]!r} is no key here, did you mean {name!r}?"
+    model = _model_in(known[name].annotation) if name in known else None
+    how = getattr(model, "how_to_give", "")
+    return f". {how.replace('a table: ', f'a table: {name} = ')}" if how else ""
 
 
 def is_scalar(value: Any) -> bool:
@@ -71,8 +102,8 @@ UNKNOWN = object()
 
 
 def fits(info: FieldInfo, value: Any) -> bool:
-    """Whether a field may take a value: else a similar name is no hint. Of a table, only that it is
-    one."""
+    """Whether a field may take a value: else a similar name is no hint. For a table, any table
+    counts as a match."""
     if value is UNKNOWN:
         return True
     if isinstance(value, dict):
@@ -86,7 +117,9 @@ def fits(info: FieldInfo, value: Any) -> bool:
     return True
 
 
-def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> dict[str, FieldInfo]:
+def fields_at(model: type[BaseModel], location: Sequence[Any]) -> dict[str, FieldInfo]:
+    """The fields of the table at ``location``, a path of keys and of numbers of list entries;
+    none, if no table of the schema is there."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):
@@ -99,4 +132,8 @@ def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> dict[str, F
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
+    for argument in get_args(annotation):
+        model = _model_in(argument)
+        if model is not None:
+            return model
+    return None

@@ -17,9 +17,18 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import HostName, Settings, VariableName
+from prime_rl.config.base import HeaderName, Headers, HostName, Settings, VariableName
 
-STARTS_ENGINES = ["engine", "host", "port", "python", "replicas", "max_restarts", "hang_timeout"]
+STARTS_ENGINES = [
+    "engine",
+    "host",
+    "port",
+    "python",
+    "replicas",
+    "max_restarts",
+    "hang_timeout",
+    "env_vars",
+]
 """Keys about engines that the run starts: unused with ``base_url``."""
 
 
@@ -52,10 +61,11 @@ class InferenceConfig(Settings):
     """Address the server binds; by default loopback only."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the first replica; the others follow. None: free ports."""
-    replicas: PositiveInt = 1
-    """Engines to start, each with the whole model. Groups are spread over them."""
+    replicas: NonNegativeInt = 1
+    """Engines to start, each with the whole model. Groups are spread over them. 0: none, for a run
+    that samples nothing, because its data is a data set (``[sft]``)."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of each engine that died or hung, in a row without a newer version of the weights.
+    """How often an engine that died or hung is restarted before the weights have a newer version.
     After that the run continues with the others, or ends if none is left."""
     hang_timeout: PositiveFloat = 300.0
     """Seconds an engine may accept connections without answering, health checks included, before it
@@ -67,6 +77,11 @@ class InferenceConfig(Settings):
     ``model.name``, and see the run directory and the model's folder."""
     admin_key_var: VariableName = "PRIME_RL_ADMIN_KEY"
     """Environment variable with the key of the admin routes of ``base_url``."""
+    headers: Headers = {}
+    """HTTP headers of every request to ``base_url``. No secrets: this is written to the run
+    directory."""
+    headers_from_env: dict[HeaderName, VariableName] = {}
+    """HTTP headers of every request to ``base_url``, from environment variables."""
     python: str | None = None
     """Interpreter of an engine with an environment of its own, relative to the working directory:
     ``.venv-vllm/bin/python``. None: the run's own."""
@@ -76,9 +91,18 @@ class InferenceConfig(Settings):
     """Seconds to wait for an engine: at the start, and whenever none is left. It may load a large
     model and compile; one whose process ends is noticed at once."""
 
+    env_vars: dict[VariableName, str] = {}
+    """Environment variables of the engines, beside those of the top-level ``env_vars``."""
+
     @model_validator(mode="after")
     def _starts_them_or_not(self) -> InferenceConfig:
         if self.base_url is None:
+            for key in ("headers", "headers_from_env"):
+                if self._sets(key):
+                    raise ValueError(
+                        f"{key} are for engines that are running already, and base_url names "
+                        "none. Leave them out."
+                    )
             if self._sets("admin_key_var"):
                 raise ValueError(
                     "admin_key_var is the key of engines that are running already, and base_url "
@@ -88,8 +112,8 @@ class InferenceConfig(Settings):
 
         if len(set(self.base_url)) < len(self.base_url):
             raise ValueError("base_url names an engine twice")
-        given = [key for key in STARTS_ENGINES if self._sets(key)]
-        unread = [*given, *(self.model_extra or {})]
+        keys = [key for key in STARTS_ENGINES if self._sets(key)]
+        unread = [*keys, *(self.model_extra or {})]
         if unread:
             raise ValueError(
                 f"{unread[0]} says how to start an engine, and base_url names engines that are "

@@ -9,6 +9,7 @@ from pydantic import (
     AfterValidator,
     Discriminator,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -20,6 +21,13 @@ from pydantic import (
 
 from prime_rl.config.base import PluginTable, Settings, VariableName
 from prime_rl.config.contract import FrozenModel, SamplingConfig
+from prime_rl.config.curriculum import (
+    GateConfig,
+    Weight,
+    check_evaluated,
+    check_gates,
+    interpolate,
+)
 
 
 class SourceTable(PluginTable):
@@ -30,7 +38,7 @@ class SourceTable(PluginTable):
 
 
 def _kind_of_source(value: Any) -> str:
-    """The tag of the form of ``source`` that a value has."""
+    """The tag for the form of a value of ``source``."""
     if isinstance(value, str):
         return "policy"
     plugin = isinstance(value, SourceTable) or (isinstance(value, dict) and "type" in value)
@@ -109,7 +117,7 @@ NAME = r"\w[\w.+=@: -]*"
 
 
 ADDRESS = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:.%]+\]):(?P<port>[0-9]{1,5})")
-"""Of a server of an environment."""
+"""The address of an environment's server."""
 EnvWorkers = NonNegativeInt | Literal["auto"]
 
 
@@ -163,17 +171,108 @@ class SourceConfig(Settings):
         return self.name or self.id
 
 
+GroupSize = Annotated[int, Field(ge=1, le=4096)]
+"""Each member has a seed of its own among 4096."""
+
+
+class AgentConfig(Settings):
+    """``[orchestrator.train.env.agents.NAME]``: one agent of an env that the policy plays."""
+
+    algo: AlgoConfig | Literal["none"] | None = None
+    """Its own algorithm. Its groups hold the rollouts of this agent alone.
+    ``"none"``: the policy plays the agent, and nothing of it trains. None: the env's, which credits
+    all agents without an algorithm of their own together."""
+
+    model: Literal["policy", "past"] = "policy"
+    """``"past"``: an earlier version of the policy plays the agent, of those that
+    ``[orchestrator.past]`` keeps, and nothing of it trains. A model of another origin goes into
+    ``args.NAME``."""
+
+    @model_validator(mode="after")
+    def _past_does_not_train(self) -> Self:
+        if self.model == "past" and self.algo not in (None, "none"):
+            raise ValueError(
+                'model = "past" has an earlier version play this agent, which does not train, and '
+                "algo says how it trains. Leave one of them out."
+            )
+        return self
+
+    @field_validator("algo")
+    @classmethod
+    def _has_no_source(cls, algo: AlgoConfig | str | None) -> AlgoConfig | str | None:
+        if isinstance(algo, AlgoConfig) and algo.sampling != AlgoSamplingConfig():
+            raise ValueError(
+                "sampling says where the episodes of the whole env come from. Set it in the env's "
+                "own algo"
+            )
+        return algo
+
+
 class EnvConfig(SourceConfig):
     """``[[orchestrator.train.env]]``: an environment to train on."""
 
     algo: AlgoConfig | None = None
     """This env's algorithm. None: ``[orchestrator.algo]``."""
+    agents: dict[str, AgentConfig] = {}
+    """What differs for one of several agents, by its name in the env."""
     ratio: PositiveFloat | None = None
-    """Its share of groups, relative to the other envs. None: 1."""
+    """Its share of the batch (rollouts), relative to the other envs. None: 1."""
+    weight: Weight | None = None
+    """In place of ``ratio`` and on its scale: a number, or points ``[step, weight]``, linear
+    between them, constant before the first and after the last. None: ``ratio``."""
+    opens: GateConfig | None = None
+    """When the env begins to be sampled. None: from the start."""
     group_size: PositiveInt | None = None
     """None: ``orchestrator.group_size``."""
+    tasks_per_minute: PositiveInt | None = None
+    """Groups of this env that may begin in any 60 seconds, for a judge or a service with a limit of
+    its own; a group is ``group_size`` rollouts. None: no limit."""
+    max_group_size: GroupSize | None = None
+    """None: ``orchestrator.max_group_size``."""
     sampling: SamplingConfig | None = None
     """Overrides ``[orchestrator.train.sampling]``, key by key."""
+    measure_every: PositiveInt | None = None
+    """It trains nothing: the loss of all its examples is measured after every so many steps and
+    after step ``max_steps`` (``validation/loss``). For a source of demonstrations. None: it
+    trains."""
+
+    @model_validator(mode="after")
+    def _has_one_share(self) -> Self:
+        if self.weight is not None and self.ratio is not None:
+            raise ValueError(
+                f"env {self.label!r}: ratio = {self.ratio} and weight both set its share. Leave "
+                "one of them out."
+            )
+        if self.measure_every is not None and (self.weight is not None or self.opens is not None):
+            key = "opens" if self.weight is None else "weight"
+            raise ValueError(
+                f"env {self.label!r}: measure_every says that it trains nothing, and {key} is for "
+                "envs that are sampled. Leave one of them out."
+            )
+        return self
+
+    @property
+    def untrained(self) -> frozenset[str]:
+        """The agents of which nothing trains, though no model in ``args`` plays them."""
+        return self.past_agents | {n for n, agent in self.agents.items() if agent.algo == "none"}
+
+    @property
+    def past_agents(self) -> frozenset[str]:
+        """The agents that an earlier version of the policy plays."""
+        return frozenset(name for name, agent in self.agents.items() if agent.model == "past")
+
+    def weight_at(self, step: int) -> float:
+        """Its share of the batch of ``step``, relative to the other envs."""
+        if self.weight is None:
+            return 1.0 if self.ratio is None else self.ratio
+        if isinstance(self.weight, float):
+            return self.weight
+        return interpolate(self.weight, step)
+
+    @property
+    def first_ratio(self) -> float | None:
+        """Its share of the first batch, as configured. None: neither ``ratio`` nor ``weight``."""
+        return self.ratio if self.weight is None else self.weight_at(1)
 
 
 class EvalEnvConfig(SourceConfig):
@@ -194,6 +293,20 @@ class EvalEnvConfig(SourceConfig):
 AnyEnv = TypeVar("AnyEnv", EnvConfig, EvalEnvConfig)
 
 
+class PastConfig(Settings):
+    """``[orchestrator.past]``: the earlier versions of the policy that agents and algorithms may
+    meet: version 0 and the newest ones of these. One more engine serves them, one at a time."""
+
+    every: PositiveInt = 10
+    """Steps between two versions that are kept, and between two draws of the version that agents
+    with ``model = "past"`` meet."""
+    keep: PositiveInt = 4
+    """How many are kept, beside version 0. Each takes the disk of a model, until it is removed."""
+    base_url: Annotated[tuple[str, ...], Field(max_length=1)] = ()
+    """An engine that runs already, for a run with ``inference.base_url``: ``prime-rl serve`` with
+    the same model and admin key. Empty: the run starts one."""
+
+
 class EnvGroup(Settings):
     """Envs that share a harness and sampling parameters."""
 
@@ -212,8 +325,8 @@ class EnvGroup(Settings):
         def completed(env: AnyEnv) -> AnyEnv:
             if group is None or env.sampling is None:
                 return env
-            own = {key: getattr(env.sampling, key) for key in env.sampling.model_fields_set}
-            return env.model_copy(update={"sampling": group.model_copy(update=own)})
+            of_env = {key: getattr(env.sampling, key) for key in env.sampling.model_fields_set}
+            return env.model_copy(update={"sampling": group.model_copy(update=of_env)})
 
         return tuple(map(completed, envs))
 
@@ -224,6 +337,11 @@ class TrainConfig(EnvGroup):
     sampling: SamplingConfig = SamplingConfig()
     env: tuple[EnvConfig, ...] = ()
 
+    @model_validator(mode="after")
+    def _gates_can_open(self) -> Self:
+        check_gates(self.env)
+        return self
+
 
 class EvalConfig(EnvGroup):
     """``[orchestrator.eval]``"""
@@ -231,9 +349,14 @@ class EvalConfig(EnvGroup):
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     skip_first_step: bool = False
     """True: do not evaluate the model that training starts from."""
-    max_hold_seconds: PositiveFloat = 300.0
+    max_hold_seconds: NonNegativeFloat = 300.0
     """Seconds an evaluation between steps may delay new weights, since it measures one version.
-    Rollouts unfinished by then are left out and counted."""
+    Rollouts unfinished by then are left out and counted. 0: it delays none and is never cut short;
+    new weights are loaded while it runs, so what it measures is a mixture of versions
+    (``eval/ENV/num_policy_versions``), reported at the version of its start."""
+    retrigger_on_resume: bool = False
+    """True: a run that continues from a checkpoint evaluates these weights again first, whatever
+    the interval. Training goes on meanwhile."""
     env: tuple[EvalEnvConfig, ...] = ()
 
 
@@ -253,36 +376,65 @@ class WorkersConfig(Settings):
     start_timeout: PositiveFloat = 1800.0
     """Seconds for which a worker may load its environment. One that ends is replaced at once."""
     max_memory: PositiveFloat | None = None
-    """GiB that a worker may have. None: half of the machine's, over the env's workers."""
+    """Largest memory of a worker in GiB. None: half of the machine's, over the env's workers."""
     pass_env: tuple[VariableName, ...] = ()
     """More environment variables that the workers get, such as a judge's key."""
+
+
+class PartialGroupsConfig(Settings):
+    """``[orchestrator.partial_groups]``: hand a group on before its slowest members are back. It
+    selects replies by the time that they take, so the estimate is biased: see docs/estimators.md.
+    Envs in which nothing compares siblings need none: their rollouts are handed on alone. It is
+    refused if that is so in every env."""
+
+    at_least: Annotated[int, Field(ge=2)]
+    """Members that have to finish: they are a group then."""
+    rest: Literal["group", "cancel"] = "group"
+    """The other members: a group of their own when they are back, or cancelled. Cancelled, the
+    slowest replies of every group are never trained."""
+
+
+BATCH_SIZE = 128
+"""Rollouts per step, by default."""
+
+GUESSED_TOKENS = 256
+"""Assumed tokens of a rollout, until one has been measured."""
 
 
 class OrchestratorConfig(Settings):
     """``[orchestrator]``"""
 
-    batch_size: PositiveInt = 128
-    """Rollouts per step. Must be a multiple of every env's group size."""
+    batch_size: PositiveInt | None = None
+    """Rollouts per step. Must be a multiple of every env's group size. None: 128, unless
+    ``token_batch_size`` is set."""
+    token_batch_size: PositiveInt | None = None
+    """Tokens per step, in place of ``batch_size``: a batch takes rollouts until their samples have
+    so many tokens, prompts included; the last one may exceed it. Needs ``max_off_policy_steps`` of
+    1 or more. None: ``batch_size`` counts."""
     group_size: PositiveInt = 8
     """Rollouts per example."""
+    max_group_size: GroupSize | None = None
+    """Most rollouts per example, where the algorithm asks for more than ``group_size`` once it has
+    seen the first ones. None: ``group_size``."""
     max_off_policy_steps: NonNegativeInt = 8
     """Versions a rollout may be behind the weights it trains, counted from its start."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Groups in flight, as a multiple of what the batch still needs: makes up for filtered ones."""
     max_inflight_rollouts: PositiveInt | None = None
     """Maximum of rollouts sampled at once. None: what the engines say that they can run, and a
-    quarter more; if one does not say, two batches, or more if groups take longer than a step. With
-    ``max_off_policy_steps = 0``, ``batch_size * oversampling_factor``."""
+    quarter more. If an engine does not say it: two batches, or what Little's law gives if that is
+    more, which is a batch, plus for each env the rollouts that the trainer takes per second times
+    the seconds of a group. With ``max_off_policy_steps = 0``: ``batch_size *
+    oversampling_factor``."""
+    partial_groups: PartialGroupsConfig | None = None
+    """None: a group waits for all its members."""
     algo: AlgoConfig = AlgoConfig()
     sampler: SamplerConfig = SamplerConfig()
-    buffer: dict[str, Any] | None = None
-    """Shorthand for ``[orchestrator.sampler]`` with type ``buffer_sampler`` and these settings."""
-    buffer_sampler: str = ""
-    """Name of the installed sampler that ``buffer`` selects."""
     env_workers: EnvWorkers = 0
     """Processes that run an env's episodes. 0: none, in the orchestrator. ``"auto"``: none where
     taskset and harnesses declare ``RUNS_IN_PROCESS``, else half of the machine's cores."""
     workers: WorkersConfig = WorkersConfig()
+    past: PastConfig = PastConfig()
     initial: FrozenModel | None = None
     """The weights that the run began with, for algorithms that read them: ``prime-rl serve MODEL``.
     None: the run starts an engine for them, like those of the policy."""
@@ -298,17 +450,75 @@ class OrchestratorConfig(Settings):
     """Stop the run after this many batches of rollouts in a row without any to train on."""
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
-    weights_timeout: PositiveFloat = 1200.0
-    """Seconds to wait for new weights before the run fails. They count while nothing is sampled,
-    scored, evaluated or loaded into an engine, and the trainer only waits for a batch."""
+    env_vars: dict[VariableName, str] = {}
+    """Environment variables of the orchestrator and of environment workers, beside those of the
+    top-level ``env_vars``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_size(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table
+        sizes = [table.get("batch_size"), table.get("token_batch_size")]
+        if sizes == [None, None]:
+            return {**table, "batch_size": BATCH_SIZE}
+        if None not in sizes:
+            raise ValueError(
+                f"batch_size = {sizes[0]!r} counts rollouts and token_batch_size = {sizes[1]!r} "
+                "counts tokens: a batch has one size. Leave one of them out."
+            )
+        return table
 
     @model_validator(mode="after")
-    def _one_sampler(self) -> OrchestratorConfig:
-        if self.buffer is not None and self.sampler != SamplerConfig():
+    def _tokens_need_a_lead(self) -> OrchestratorConfig:
+        if self.token_batch_size is not None and self.max_off_policy_steps == 0:
             raise ValueError(
-                "[orchestrator.buffer] is short for a sampler with these settings, and "
-                "[orchestrator.sampler] is set too. Keep one of them."
+                "token_batch_size needs max_off_policy_steps >= 1. A synchronous run requests "
+                "exactly one batch, and how many tokens its rollouts will have is not known. Set "
+                "batch_size instead."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_read_evaluations_that_are(self) -> OrchestratorConfig:
+        check_evaluated(self.train.env, self.eval.env)
+        return self
+
+    @model_validator(mode="after")
+    def _measured_are_shown(self) -> OrchestratorConfig:
+        measured = [env for env in self.train.env if env.measure_every is not None]
+        for env in measured:
+            if not isinstance((env.algo or self.algo).sampling.source, SourceTable):
+                raise ValueError(
+                    f"env {env.label!r}: measure_every measures the loss of demonstrations, and "
+                    "the env's rollouts are sampled. Set algo.sampling.source to a source of them "
+                    '({ type = "dataset", ... }), or use [[orchestrator.eval.env]].'
+                )
+        if measured and len(measured) == len(self.train.env):
+            raise ValueError("every env has measure_every, so none trains. Leave it out of one.")
+        return self
+
+    @model_validator(mode="after")
+    def _partial_groups_fit(self) -> OrchestratorConfig:
+        partial = self.partial_groups
+        if partial is None:
+            return self
+        at_least = partial.at_least
+        where = f"partial_groups.at_least = {at_least}"
+        if self.max_off_policy_steps == 0:
+            raise ValueError(
+                f"{where} needs max_off_policy_steps >= 1. A synchronous run does not depend on "
+                "timing, and which members of a group are first does. Remove the table."
+            )
+        sizes = {env.group_size or self.group_size for env in self.train.env}
+        for size in sizes - {1} or sizes:
+            fewest_left = 2 if partial.rest == "group" else 1
+            if size - at_least < fewest_left:
+                raise ValueError(
+                    f"{where} leaves {max(size - at_least, 0)} of a group of {size}, expected at "
+                    f"least {fewest_left} with rest = {partial.rest!r}. Lower it, or raise "
+                    "group_size."
+                )
         return self
 
     @property
@@ -317,17 +527,19 @@ class OrchestratorConfig(Settings):
         batches = self.oversampling_factor
         if self.max_off_policy_steps > 0:
             batches = max(2.0, batches)
-        return self.max_inflight_rollouts or int(self.batch_size * batches)
+        return self.max_inflight_rollouts or int(self.expected_rollouts * batches)
 
     @property
     def most_inflight(self) -> int:
         """However the run adapts: everything that may train within ``max_off_policy_steps``."""
         batches = self.max_off_policy_steps + 1
-        return self.max_inflight_rollouts or max(self.max_inflight, self.batch_size * batches)
+        return self.max_inflight_rollouts or max(
+            self.max_inflight, self.expected_rollouts * batches
+        )
 
     @property
-    def sampler_table(self) -> SamplerConfig:
-        """The sampler, whichever way it was written."""
-        if self.buffer is None:
-            return self.sampler
-        return SamplerConfig(type=self.buffer_sampler, **self.buffer)
+    def expected_rollouts(self) -> int:
+        """Rollouts of a batch; a guess with ``token_batch_size``, before any is known."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return max(1, (self.token_batch_size or 0) // GUESSED_TOKENS)

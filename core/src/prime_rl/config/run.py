@@ -64,8 +64,8 @@ class WeightBroadcastConfig(PluginTable):
     @model_validator(mode="after")
     def _no_settings_of_files(self) -> WeightBroadcastConfig:
         if self.as_files and self.settings:
-            found = ", ".join(sorted(self.settings))
-            raise ValueError(f"unknown key {found}; type 'filesystem' takes no other settings")
+            tables = ", ".join(sorted(self.settings))
+            raise ValueError(f"unknown key {tables}; type 'filesystem' takes no other settings")
         return self
 
 
@@ -84,10 +84,11 @@ class DeploymentConfig(Settings):
     """Engine and trainer share the same GPUs and take turns in their memory."""
     inference_gpus: GpuList | None = None
     """GPU numbers of the engines, among those in ``CUDA_VISIBLE_DEVICES``. Replicas get equal
-    shares, in order. None: all that the trainer does not have."""
+    shares, in order. None: all GPUs that the trainer does not use."""
     trainer_gpus: GpuList | None = None
-    """GPU numbers of the trainer, one per rank. None: the last ``trainer.num_ranks``, or one; all
-    the others if ``inference_gpus`` is set or the engines run elsewhere."""
+    """GPU numbers of the trainer, one per rank. None: as many of the last GPUs as
+    ``trainer.num_ranks``, or one; with ``inference_gpus``, or engines elsewhere, all that are
+    left."""
     trainer_nodes: PositiveInt = 1
     """Machines the trainer's ranks are spread over; the launcher must support that many."""
     pass_env: tuple[VariableName, ...] = ()
@@ -108,7 +109,8 @@ class CkptConfig(Settings):
     seconds: PositiveFloat = 600.0
     """Time between checkpoints, without ``interval``."""
     keep_last: PositiveInt | None = None
-    """Number of newest checkpoints to keep. None: two, and all of ``interval``."""
+    """Number of newest checkpoints to keep. None: the newest two, and all that ``interval``
+    makes."""
     keep_interval: PositiveInt | None = None
     """Checkpoints of every multiple of this step stay, in addition to ``keep_last``."""
     best: str | None = None
@@ -195,6 +197,10 @@ class LogConfig(Settings):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged."""
+    json_logging: bool = False
+    """Each line is a JSON object with ``time``, ``level``, ``process``, ``logger``, ``message``
+    and, for an error, ``exception``. What other libraries print (vLLM, a traceback of Python) stays
+    text."""
     max_mib: PositiveFloat = 64.0
     """Size of a process's log; of a longer one, the beginning and the end are kept."""
 
@@ -235,6 +241,10 @@ class RunConfig(ModelSource):
     """Steps to take: batches to train."""
     output_dir: str = "outputs"
     """Folder of the run directories."""
+    env_vars: dict[VariableName, str] = {}
+    """Environment variables of every process of the run; ``trainer.env_vars``,
+    ``orchestrator.env_vars`` and ``inference.env_vars`` come before them. No secrets: this is
+    written to the run directory (``deployment.pass_env`` passes those of the shell)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -245,6 +255,11 @@ class RunConfig(ModelSource):
     @classmethod
     def _none_disables(cls, value: object) -> object:
         return {"enabled": False} if value is None else value
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether an engine serves the policy: one of the run, or one elsewhere."""
+        return self.inference.base_url is not None or self.inference.replicas > 0
 
     @property
     def row_tokens(self) -> int:

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings
+from prime_rl.config.base import PluginTable, Settings, VariableName
 from prime_rl.errors import ConfigError
 
 
@@ -57,8 +57,8 @@ class SchedulerConfig(Settings):
         if self.warmup_steps + self.num_decay_steps(max_steps) <= max_steps:
             return self
         decay = self.decay_steps if self.type == "linear" and self.decay_steps else None
-        given = self.warmup_steps * 2 if decay is None else self.warmup_steps + decay
-        warmup = max_steps * self.warmup_steps // given
+        steps_given = self.warmup_steps * 2 if decay is None else self.warmup_steps + decay
+        warmup = max_steps * self.warmup_steps // steps_given
         return self.model_copy(update={"warmup_steps": warmup, "decay_steps": None})
 
     def check(self, peak: float, max_steps: int) -> None:
@@ -136,6 +136,22 @@ class HeadTable(PluginTable):
     """Put the head on a copy of the policy, which only the head's losses train."""
 
 
+class ReferenceResetConfig(Settings):
+    """``[trainer.reference_reset]``: now and then the reference becomes the policy (Liu et al.
+    2025, ProRL, arXiv:2505.24864)."""
+
+    interval: PositiveInt
+    """After step n, a multiple of it, ``initial_logprobs`` and ``host.initial`` are those of
+    version n."""
+    optimizer: bool = True
+    """The policy's optimizer begins anew too, as in the paper. Heads keep theirs, and the learning
+    rate goes on (``trainer.scheduler``)."""
+
+
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a model's ``config.json`` for the number of experts of a layer, by family."""
+
+
 class TrainerConfig(PluginTable):
     """``[trainer]``. A table ``[trainer.<name>]`` that is no key below belongs to the tuning or
     trainer observer of that name."""
@@ -160,6 +176,8 @@ class TrainerConfig(PluginTable):
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """For readers of ``ema_logprobs`` or ``host.ema``: after each batch, average = decay * average
     + (1 - decay) * weights. It starts at the first weights."""
+    reference_reset: ReferenceResetConfig | None = None
+    """None: the reference keeps the policy's first weights."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
     attention: str = "auto"
@@ -171,17 +189,37 @@ class TrainerConfig(PluginTable):
     """Compute logits in blocks, forward and again backward, and never store them: saves memory for
     a quarter more arithmetic in the head. ``auto``: for rows with many logits. Always on with
     ``bfloat16``, where a separate head would round its logits."""
-    lm_head_block: PositiveInt | None = None
-    """Logits per block. None: 2^20 on CPU (4 MiB), 2^26 on a GPU (256 MiB)."""
     activation_checkpointing: NonNegativeInt = 0
     """Recompute every n-th decoder block in the backward pass instead of storing its activations.
     1: all, for a third more arithmetic and the least memory. 0: none."""
-    compile: bool = False
+    keep_attention: bool = False
+    """Blocks that ``activation_checkpointing`` recomputes keep the output of their attention: it is
+    not computed again. That takes tokens x heads x head size numbers for each block."""
+    offload_activations: bool = False
+    """The inputs of blocks that ``activation_checkpointing`` recomputes lie in host memory until
+    their backward pass: tokens x hidden size numbers for each block. For rows of 32k tokens and
+    more."""
+    compile: Literal["auto"] | bool = "auto"
     """Compile the decoder blocks with ``torch.compile``. The first steps take minutes. Needs a C++
-    compiler, and triton on a GPU."""
+    compiler, and triton on a GPU. ``auto``: on a GPU, for models of 100M weights or more, if a row
+    has the same log π and gradients with compiled blocks (checked at start-up)."""
+    triton_kernels: bool = True
+    """On a GPU: one Triton kernel for each RMS norm, rotary embedding and SwiGLU of blocks that are
+    not compiled, and for the passes over the head's logits, if they give the numbers of plain torch
+    there (checked at start-up)."""
     share_prompts: bool = True
     """Compute a prompt shared by rollouts of a row once. On CPU, with ``varlen`` attention, for
     models whose log π stays the same (checked at start-up)."""
+    router_replay: bool = False
+    """For a mixture of experts: the engines report the experts by which they computed each token,
+    and the trainer computes the token by the same ones. Near ties are otherwise decided differently
+    by the two, which is most of a mixture's ``mismatch_kl``. Decoder blocks are not compiled."""
+    expert_load: bool = False
+    """For a mixture of experts: metrics of how evenly tokens are spread over the experts
+    (``router/load/...``). Decoder blocks are not compiled."""
+    balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """For a mixture of experts: this times the mean of ``router/balance`` is added to the loss, so
+    that routers choose experts equally often. 0: not. Includes ``expert_load``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if present."""
     num_ranks: PositiveInt | None = None
@@ -190,9 +228,23 @@ class TrainerConfig(PluginTable):
     dp_replicate: PositiveInt = 1
     """Copies of the model: the ranks form this many groups, each of which shards one copy. 1: all
     ranks share one copy; ``num_ranks``: each rank has a whole one."""
+    context_parallel: PositiveInt = 1
+    """Ranks that compute a row together, each an equal part of its tokens: rows, and so
+    ``seq_len``, may be this many times longer for the same memory. It divides the ranks and the
+    model's attention heads; ranks of a row should be on one machine, as they exchange tokens in
+    every layer."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
+    rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,
+    and keeps ``float32``."""
+    expert_parallel: bool = False
+    """The experts of a mixture stay whole on their rank, equally many on each rank that shares a
+    copy, and tokens travel to them. ``false``: each rank gathers all experts of a layer, in parts,
+    before it computes the layer. Few tokens per rank and many experts make travelling cheaper."""
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
-    """Published weight versions to keep on disk; an engine may still be loading the previous one.
-    """
+    """Published weight versions to keep on disk, in ``broadcasts/``. A run needs two: an engine may
+    still be loading the previous one. Keep more to compare versions afterwards, as the engines got
+    them: a checkpoint's are not rounded to ``publish_dtype``."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of published weights. ``bfloat16`` halves the bytes, and is the default where the
     run's engine is known to serve in it: it would round float32 to the same numbers. Adapters,
@@ -200,6 +252,9 @@ class TrainerConfig(PluginTable):
     max_bad_steps: PositiveInt = 3
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
     ends. A batch of several optimizer steps counts if none of them was finite."""
+
+    env_vars: dict[VariableName, str] = {}
+    """Environment variables of the trainer, beside those of the top-level ``env_vars``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -217,6 +272,38 @@ class TrainerConfig(PluginTable):
         return self
 
     @model_validator(mode="after")
+    def _recomputed_blocks_are_there(self) -> TrainerConfig:
+        for key in ("keep_attention", "offload_activations"):
+            if getattr(self, key) and not self.activation_checkpointing:
+                raise ConfigError(
+                    f"trainer.{key} is true, and it is about recomputed blocks, of which there are "
+                    "none. Set trainer.activation_checkpointing = 1, or leave it out."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _choices_of_routers_are_not_compiled(self) -> TrainerConfig:
+        if self.router_replay and self.compile is True:
+            raise ConfigError(
+                "trainer.compile is true, and trainer.router_replay replaces the choices of the "
+                "routers inside the decoder blocks, which a compiled graph would not see. Leave "
+                "one of them out."
+            )
+        if self.watches_experts and self.compile is True:
+            raise ConfigError(
+                "trainer.compile is true, and trainer.expert_load and balance_loss look at the "
+                "choices of the routers inside the decoder blocks, which a compiled graph would "
+                "not show. Leave one of them out."
+            )
+        if self.expert_parallel and self.compile is True:
+            raise ConfigError(
+                "trainer.compile is true, and with trainer.expert_parallel ranks exchange tokens "
+                "inside the decoder blocks, as many as routers choose, which no compiled graph can "
+                "know. Leave one of them out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bfloat16_needs_the_fused_head(self) -> TrainerConfig:
         if self.fused_lm_head is False and self.dtype == "bfloat16":
             raise ConfigError(
@@ -225,10 +312,66 @@ class TrainerConfig(PluginTable):
             )
         return self
 
+    @property
+    def watches_experts(self) -> bool:
+        """The choices of routers are counted."""
+        return self.expert_load or self.balance_loss > 0
+
+    def check_layout(
+        self, model: str, *, num_ranks: int, num_heads: int | None, num_experts: int | None
+    ) -> None:
+        """Raises ``ConfigError`` unless the model's attention heads and experts divide equally
+        among the ranks. ``model``: its name. None: its folder does not say the number."""
+        self.check_ranks(num_ranks)
+        if num_heads is not None and num_heads % self.context_parallel:
+            raise ConfigError(
+                f"trainer.context_parallel is {self.context_parallel}, which does not divide the "
+                f"{num_heads} attention heads of {model!r}. Set it to one of "
+                f"{divisors(num_heads)}."
+            )
+
+        if not self.expert_parallel or num_experts is None:
+            return
+        if num_experts == 0:
+            raise ConfigError(
+                f"trainer.expert_parallel is true, and {model!r} has no experts. Leave it out, or "
+                "set model.name to a mixture."
+            )
+        self.check_experts(num_experts, num_ranks)
+
+    def check_experts(self, num_experts: int, num_ranks: int) -> None:
+        """Raises ``ConfigError`` unless the ranks that share a copy of the model can have equally
+        many experts each."""
+        num_holders = num_ranks // self.dp_replicate
+        if num_experts % num_holders == 0:
+            return
+        fitting = divisors(num_experts)
+        copies = [n for n in divisors(num_ranks) if num_ranks // n in fitting]
+        raise ConfigError(
+            f"trainer.expert_parallel: the model has {num_experts} experts per layer, and "
+            f"{num_holders} ranks share a copy ({num_ranks} ranks, trainer.dp_replicate = "
+            f"{self.dp_replicate}), so the ranks would have different numbers of experts. Set "
+            f"dp_replicate to one of {copies} with these ranks, or trainer.num_ranks to "
+            f"dp_replicate times one of {fitting}."
+        )
+
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ``ConfigError`` unless ``dp_replicate`` divides the ranks."""
+        """Raises ``ConfigError`` unless ``dp_replicate`` and ``context_parallel`` divide the
+        ranks."""
         if num_ranks % self.dp_replicate:
             raise ConfigError(
                 f"trainer.dp_replicate is {self.dp_replicate}, which does not divide the trainer's "
-                f"{num_ranks} ranks. Set it to a divisor of trainer.num_ranks."
+                f"{num_ranks} ranks. Set it to one of {divisors(num_ranks)}, or "
+                f"trainer.num_ranks to a multiple of {self.dp_replicate}."
             )
+        if num_ranks % self.context_parallel:
+            raise ConfigError(
+                f"trainer.context_parallel is {self.context_parallel}, which does not divide the "
+                f"trainer's {num_ranks} ranks. Set it to one of {divisors(num_ranks)}, or "
+                f"trainer.num_ranks to a multiple of {self.context_parallel}."
+            )
+
+
+def divisors(number: int) -> list[int]:
+    """From 1 up to the number itself."""
+    return [each for each in range(1, number + 1) if number % each == 0]

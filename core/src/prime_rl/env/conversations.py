@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Turns:
     """Columns of one or more turns of the policy, each after its prompt."""
 
@@ -111,11 +111,11 @@ class Rendering:
 
         Each reply follows the prompt that a rollout would have had: with the block of ``tools``,
         and with earlier thoughts only as far as the renderer keeps them. A reply whose prompt
-        extends the turn before stands in the same sample, another one in a sample of its own.
+        extends the turn before continues that sample. Any other reply begins a new one.
         Tokens of a prompt (an empty thought, where thinking is off) do not train.
 
-        Raises ``ConfigError`` if the renderer does not mark the assistant's tokens, or if no
-        rollout could sample a reply after its prompt.
+        Raises ``ConfigError`` if no rollout could sample a reply after its prompt, or the renderer
+        leaves out the calls of a reply.
         """
         renderer = self._renderer(self._config)
         turns: list[_Turns] = []
@@ -162,13 +162,6 @@ class Rendering:
             list(messages[:index]), tools=tools, add_generation_prompt=True
         )
         whole = renderer.render(list(messages[: index + 1]), tools=tools)
-        if len(whole.sampled_mask) != len(whole.token_ids):
-            raise ConfigError(
-                f"orchestrator.renderer: {self._config.name!r} does not mark the assistant's "
-                "tokens, so demonstrations cannot be trained on. Set the renderer of the "
-                "model's family."
-            )
-
         if whole.token_ids[: len(prompt)] != list(prompt):
             raise ConfigError(
                 f"message {index} of a demonstration could not be sampled in a rollout: the "
@@ -177,8 +170,13 @@ class Rendering:
                 "opens a thought needs a message with one (reasoning_content)"
             )
 
-        mask = [False] * len(prompt) + list(whole.sampled_mask[len(prompt) :])
-        end = 1 + max((place for place, own in enumerate(mask) if own), default=len(prompt) - 1)
+        if messages[index].get("tool_calls"):
+            self._check_calls(messages, index, whole.token_ids, tools)
+
+        mask = [False] * len(prompt) + self._sampled(whole, len(prompt))
+        end = 1 + max(
+            (place for place, is_sampled in enumerate(mask) if is_sampled), default=len(prompt) - 1
+        )
         content = list(whole.is_content) if len(whole.is_content) == len(mask) else None
         return _Turns(
             token_ids=list(whole.token_ids[:end]),
@@ -187,6 +185,38 @@ class Rendering:
             content=None if content is None else content[:end],
             reply=len(prompt),
         )
+
+    def _check_calls(
+        self, messages: Messages, index: int, token_ids: Sequence[int], tools: Tools | None
+    ) -> None:
+        """Raises ``ConfigError`` if ``token_ids`` are those of ``messages[index]`` without its
+        calls: the policy would learn to say nothing where it should call a tool."""
+        without = {key: value for key, value in messages[index].items() if key != "tool_calls"}
+        without["content"] = without.get("content") or ""
+        try:
+            silent = self._renderer(self._config).render_ids(
+                [*messages[:index], without], tools=tools
+            )
+        except Exception:  # a template is a program: this one needs the calls
+            return
+        if list(silent) == list(token_ids):
+            raise ConfigError(
+                f"message {index} of a demonstration calls tools, and the renderer "
+                f"{self._config.name!r} leaves calls out. Set orchestrator.renderer.name to a "
+                "renderer that writes them, use a model whose chat template does, or leave the "
+                "row out"
+            )
+
+    def _sampled(self, whole: Any, start: int) -> list[bool]:
+        """Which tokens of a reply, which begins at ``start``, a policy would have sampled: as the
+        renderer says, else all up to the one that ends the turn."""
+        size = len(whole.token_ids)
+        if len(whole.sampled_mask) == size:
+            return list(whole.sampled_mask[start:])
+        stops = set(self.stop_token_ids())
+        ends = [place for place in range(start, size) if whole.token_ids[place] in stops]
+        last = ends[-1] if ends else size - 1
+        return [place <= last for place in range(start, size)]
 
     def _renderer(self, config: Any) -> Any:
         key = config.model_dump_json()

@@ -203,10 +203,10 @@ class Environment:
             self._vf = import_verifiers(settings)
             self._env = load_environment(self._vf, settings)
 
-        self.agents = agents_of(self._env.config)
-        """The seats of the env that the policy plays, by name."""
+        self.agents = agents_of(self._env.config, settings.untrained)
+        """The seats of the env that the policy plays and that train, by name."""
         self.fixed_seats = fixed_seats(self._env.config)
-        """The others: a model of their own plays them."""
+        """Seats that a model of their own plays."""
         self.examples = Examples(self._env.taskset)
         if self.examples.count == 0:
             where = f"env {settings.label!r}"
@@ -248,7 +248,9 @@ class Environment:
         sampling repeatable. Raises ``CancelledError`` only: other failures are in the results.
         """
         with contained():  # in a task of its own: an env may also cancel the task that it runs in
-            playing = asyncio.create_task(self._play(example, model, sampling, cache_salt, seed))
+            playing = asyncio.create_task(
+                self._play(example, model, sampling=sampling, cache_salt=cache_salt, seed=seed)
+            )
         try:
             results = self._read(await playing, model)
         except BaseException as error:  # an environment may fail in any way
@@ -270,20 +272,21 @@ class Environment:
         seed: int | None,
     ) -> Episode:
         on_overlong.set(self.settings.on_overlong)
-        context = self._context(model, sampling, cache_salt, seed)
+        context = self._context(model, sampling, salt=cache_salt, seed=seed)
         return await self._episode(example, context)
 
     def _read(self, episode: Episode, model: ModelEndpoint) -> list[RolloutResult]:
         """The results of an episode. One that cannot be read has failed."""
         with_tokens = model.client == "tokens"
+        never = self.fixed_seats | self.settings.untrained
         try:
-            return results_of(episode, with_tokens, self.fixed_seats, self._vocab_size)
+            return results_of(episode, with_tokens, fixed=never, vocab_size=self._vocab_size)
         except Exception as error:
             return [failed(BAD_RESULT, f"{type(error).__name__}: {error}")]
 
     @cached_property
     def _vocab_size(self) -> int | None:
-        """Of the policy, whose folder has its tokenizer too. None: unknown."""
+        """Size of the policy's vocabulary; its folder has the tokenizer too. None: unknown."""
         path = self.settings.tokenizer_path
         return None if path is None else vocab_size_of(path)
 
@@ -318,6 +321,8 @@ class Environment:
                 "base_url": model.base_url,
                 "api_key_var": model.api_key_var,
                 "timeout": {"read": model.timeout},
+                "headers": dict(model.headers),
+                "headers_from_env": dict(model.headers_from_env),
             }
             path = self.settings.tokenizer_path
             self._clients[model] = (

@@ -5,17 +5,19 @@ Shapes: T = tokens of one branch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 from pydantic import TypeAdapter
+
+from prime_rl.config.orchestrator import EnvConfig, SourceConfig
 
 if TYPE_CHECKING:
     from verifiers.v1 import Task, Trace
-
-    from prime_rl.config.orchestrator import SourceConfig
 
 
 def readable(text: Any) -> str:
@@ -27,7 +29,21 @@ def readable(text: Any) -> str:
         return f"its text cannot be made: {type(error).__name__}"
 
 
-@dataclass(frozen=True)
+LONGEST_REASON = 20_000
+"""Characters of a failure's text. An error may carry a whole document, once for each rollout."""
+
+
+def reason_of(text: Any) -> str:
+    """The text of a failure for logs and records: both of its ends, if it is long."""
+    whole = readable(text)
+    if len(whole) <= LONGEST_REASON:
+        return whole
+    end = LONGEST_REASON // 2
+    left_out = len(whole) - 2 * end
+    return f"{whole[:end]} ... ({left_out:,} characters left out) ... {whole[-end:]}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvSettings:
     """One environment, as configured."""
 
@@ -50,12 +66,20 @@ class EnvSettings:
     """A config object of the ``renderers`` package. None: chosen by the tokenizer's name."""
     tokenizer_path: Path | None = None
     """Folder of the renderer's tokenizer. None: the model's name."""
+    untrained: frozenset[str] = frozenset()
+    """Agents of which nothing trains, though no model in ``args`` plays them."""
+    past_agents: frozenset[str] = frozenset()
+    """Those of them that ``past`` plays."""
+    past: ModelEndpoint | None = None
+    """The engine of earlier versions. None: it does not run, because nothing is played."""
 
     @classmethod
     def of(cls, env: SourceConfig, **others: Any) -> EnvSettings:
         """The settings in a table of the config, and ``others``, which no table has."""
-        own = {"id", "args", "harness", "timeout", "max_turns", "on_overlong"}
-        table = env.model_dump(include=own)
+        keys = {"id", "args", "harness", "timeout", "max_turns", "on_overlong"}
+        table = env.model_dump(include=keys)
+        if isinstance(env, EnvConfig):
+            others |= {"untrained": env.untrained, "past_agents": env.past_agents}
         return cls(name=env.label, **table, **others)
 
     @property
@@ -76,6 +100,10 @@ class ModelEndpoint:
     """``tokens``: requests and replies are token ids. ``chat``: messages, by the OpenAI API."""
     timeout: float | None = None
     """Seconds per call. None: only the episode's limit."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """HTTP headers of every request."""
+    headers_from_env: tuple[tuple[str, str], ...] = ()
+    """HTTP headers of every request, and the environment variables with their values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +145,11 @@ class BranchTokens:
     policy_versions: list[int] | None
     """Policy version of each sampled token; -1: off the mask or unknown. None: not reported."""
     trainable: bool = True
+    routed_experts: npt.NDArray[Any] | None = None
+    """[T, layers, k]: the experts by which the engine computed each token. None: not reported."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutResult:
     """The result of one agent in one episode."""
 
@@ -128,6 +158,8 @@ class RolloutResult:
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     """Named reward terms, each before its weight."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """By name of the term."""
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     num_turns: int = 0
@@ -182,7 +214,8 @@ class RolloutResult:
 
     @property
     def saved_messages(self) -> list[dict[str, Any]]:
-        """The conversation of the last branch as a file of rollouts has it: texts and calls."""
+        """The conversation of the last branch, as a file of rollouts has it: texts, thoughts and
+        calls."""
         messages = () if self.trace is None else self.trace.messages
         saved: list[dict[str, Any]] = []
         for message in messages:
@@ -190,14 +223,40 @@ class RolloutResult:
             if isinstance(content, list):  # images stay where they came from
                 content = "".join(part.text for part in content if part.type == "text")
             entry: dict[str, Any] = {"role": message.role, "content": readable(content or "")}
+            thought = getattr(message, "reasoning_content", None)
+            if thought:
+                entry["reasoning_content"] = readable(thought)
             calls = getattr(message, "tool_calls", None)
             if calls:
                 entry["tool_calls"] = [
-                    {"name": readable(call.name), "arguments": readable(call.arguments)}
+                    {
+                        "id": readable(call.id),
+                        "name": readable(call.name),
+                        "arguments": readable(call.arguments),
+                    }
                     for call in calls
                 ]
+            answers = getattr(message, "tool_call_id", None)
+            if answers:
+                entry["tool_call_id"] = readable(answers)
             saved.append(entry)
         return saved
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of the last branch, in the OpenAI form. Raises an error of any class for tools
+        that JSON cannot have."""
+        branches = () if self.trace is None else self.trace.branches
+        tools = branches[-1].tools if branches else ()
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            | ({} if tool.strict is None else {"strict": tool.strict})
+            for tool in tools
+            if tool.type == "function"
+        ]
+        wire = [{"type": "function", "function": function} for function in functions]
+        plain: list[dict[str, Any]] = json.loads(readable(json.dumps(wire, ensure_ascii=False)))
+        return plain
 
     @property
     def wire_messages(self) -> list[dict[str, Any]]:

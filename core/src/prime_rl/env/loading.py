@@ -13,17 +13,24 @@ import logging
 import os
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Container, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prime_rl.env.episode import EnvSettings
+from prime_rl.entries import entries
+from prime_rl.env.episode import EnvSettings, ModelEndpoint
+from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER
 from prime_rl.errors import ConfigError
 from prime_rl.registry.offers import bringer
 from prime_rl.rundir.processes import lasting_imports
 from prime_rl.variables import for_programs
+
+log = logging.getLogger(__name__)
 
 INTERCEPTION = {"type": "elastic", "multiplex": 4096}
 """One interception server per process: verifiers' 32 rollouts per server are for tunnels, and each
@@ -41,6 +48,50 @@ QUIET_LOGGERS = {
 CHECK = "check_args"
 """Module and function of a taskset's package that check its args before a run starts."""
 
+HOOKS = "env_hooks"
+"""Module and function of a taskset's package that give hooks for the scope of its envs."""
+
+
+RENAMED = "prime_rl.renamed_tasksets"
+"""Group of entry points: the earlier id of a taskset, and the module that has it now."""
+
+
+def current_id(env_id: str) -> str:
+    """The id by which a taskset is found now, if its distribution has renamed it; else ``env_id``.
+
+    A module that has the earlier name comes first: it is another package's taskset.
+    """
+    name = module_of(env_id)
+    if name in shipped_by_verifiers("tasksets") or _spec_of(name) is not None:
+        return env_id
+    for entry in entries(RENAMED):
+        if module_of(entry.name) == name:
+            return entry.value.replace("_", "-")
+    return env_id
+
+
+def env_hooks(env_id: str, args: Mapping[str, Any] | None) -> list[object]:
+    """Plugins that an env brings for its own scope, such as a reward of whole groups.
+
+    If the taskset is a package with a module ``env_hooks``, its function of that name gives them.
+    ``args``: those of the env; None: saved rollouts are scored again, and the args may name what is
+    gone. Imports no verifiers. Raises ``ConfigError``.
+    """
+    package = _package_with(env_id, HOOKS)
+    if package is None:
+        return []
+    return [*getattr(importlib.import_module(f"{package}.{HOOKS}"), HOOKS)(args)]
+
+
+def _package_with(env_id: str, module: str) -> str | None:
+    """The taskset's package, if it is not one of verifiers and has such a module."""
+    name = module_of(current_id(env_id))
+    if name in shipped_by_verifiers("tasksets"):
+        return None
+    spec = _spec_of(name)
+    folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    return name if any((folder / f"{module}.py").is_file() for folder in folders) else None
+
 
 def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None) -> None:
     """Raises ``ConfigError`` if no installed module can be the taskset; imports none of them.
@@ -49,24 +100,40 @@ def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None
     is a package with a module ``check_args``, its function of that name checks ``args``: it raises
     ``ConfigError`` for what else would end the run when the processes have started.
     """
-    name = module_of(env_id)
+    name = module_of(current_id(env_id))
     shipped = shipped_by_verifiers("tasksets")
-    spec = None if name in shipped else importlib.util.find_spec(name)
-    if args is not None and spec is not None:
-        folders = [Path(place) for place in spec.submodule_search_locations or ()]
-        if any((folder / f"{CHECK}.py").is_file() for folder in folders):
-            checks = importlib.import_module(f"{name}.{CHECK}")
-            try:
-                getattr(checks, CHECK)(args)
-            except ConfigError as error:
-                raise ConfigError(f"{where.removesuffix('.id')}.args: {error}") from error
+    spec = None if name in shipped else _spec_of(name)
+    if args is not None and _package_with(env_id, CHECK) is not None:
+        checks = importlib.import_module(f"{name}.{CHECK}")
+        try:
+            getattr(checks, CHECK)(args)
+        except ConfigError as error:
+            raise ConfigError(f"{where.removesuffix('.id')}.args: {error}") from error
 
     if name in shipped or spec is not None:
         return
     installed = {module.name for module in pkgutil.iter_modules()} | shipped
+    installed |= {module_of(entry.name) for entry in entries(RENAMED)}
     close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
     hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
+    if "." in name:
+        hint = (
+            "Give the name of an installed package, not a file. Prompts and a reward function need "
+            "no package (docs/python.md)."
+        )
     raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """The top-level module, if there is one; of a name with a dot, which is none, None. A folder
+    without code, such as one that a removed package has left, is none either."""
+    if not module.isidentifier():
+        return None
+    loaded = sys.modules.get(module)
+    if loaded is not None and loaded.__spec__ is None:  # a module that code has made, not a file
+        return ModuleSpec(module, loader=None, origin="memory")
+    spec = importlib.util.find_spec(module)
+    return None if spec is None or spec.loader is None else spec
 
 
 def module_of(component: str) -> str:
@@ -89,13 +156,13 @@ def import_tasksets(envs: Iterable[tuple[str, str]]) -> None:
 
     for label, env_id in envs:
         try:
-            import_taskset(env_id)
+            import_taskset(current_id(env_id))
         except ImportError as error:
             raise _not_importable(f"env {label!r}", error) from error
 
 
 def _not_importable(where: str, error: ImportError) -> ConfigError:
-    # verifiers says that a taskset is not found also where it is, and lacks something else.
+    # verifiers reports a taskset as not found also if it is there but lacks something else.
     cause = "" if error.__cause__ is None else f" ({error.__cause__})"
     return ConfigError(
         f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder "
@@ -103,12 +170,41 @@ def _not_importable(where: str, error: ImportError) -> ConfigError:
     )
 
 
-def find_agents(settings: EnvSettings) -> tuple[str, ...]:
-    """The agents of an env that the policy plays, without its rows. Imports verifiers and the
-    taskset. Raises ``ConfigError`` if the env cannot be made."""
+def find_agents(settings: EnvSettings, named: Iterable[str] = ()) -> tuple[str, ...]:
+    """The agents of an env that the policy plays and that train, without its rows. Imports
+    verifiers and the taskset. ``named``: agents that the config names. Raises ``ConfigError`` if
+    the env cannot be made, and as ``check_named``."""
     with lasting_imports():
         env = load_environment(import_verifiers(settings), settings)
-    return agents_of(env.config)
+    check_named(env.config, settings, named)
+    return agents_of(env.config, settings.untrained)
+
+
+def check_named(config: Any, settings: EnvSettings, named: Iterable[str]) -> None:
+    """Raises ``ConfigError`` for an agent that the env does not have, one that a model of its own
+    plays, and if none is left to train."""
+    where = f"env {settings.label!r}: agents"
+    seats = seats_of(config)
+    fixed = fixed_seats(config)
+    for name in named:
+        if name not in seats:
+            close = difflib.get_close_matches(name, seats, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"{where}.{name}: taskset {settings.id!r} has no agent of this name. Its agents: "
+                f"{', '.join(seats)}.{hint}"
+            )
+        if name in fixed:
+            raise ConfigError(
+                f"{where}.{name}: args.{name} gives this agent a model of its own, so it never "
+                "trains and has no algorithm. Leave out the table, or the model and client in args."
+            )
+
+    if not agents_of(config, settings.untrained):
+        raise ConfigError(
+            f"{where}: no agent is left to train ({', '.join(seats)}). Give one of them an "
+            "algorithm."
+        )
 
 
 class _PublicOs:
@@ -181,6 +277,15 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     from pydantic import ValidationError
 
     where = f"env {settings.label!r}"
+    env_id = current_id(settings.id)
+    if env_id != settings.id:
+        log.warning(
+            f"{where}: the taskset {settings.id!r} is now called {env_id!r}. The earlier id goes "
+            f'on to work; write id = "{env_id}", and name = "{settings.label}" to keep the '
+            "names of its metrics."
+        )
+        settings = replace(settings, id=env_id, name=settings.label)
+
     try:
         env = vf.load_environment(vf.resolve_env_config(_environment_table(settings)))
     except ConfigError:
@@ -204,15 +309,18 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
     inside = loc[:1] == ("taskset",)
-    own = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
-    path = ".".join(map(str, own))
+    inner = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
+    path = ".".join(map(str, inner))
     if rest["type"] == "extra_forbidden" and len(loc) == 2 and inside:
         seats = _seat_defaults(env_config_type(env_id))
         known = [*seats, *(set(taskset_config_type(env_id).model_fields) - {"id", "task"})]
         close = difflib.get_close_matches(loc[1], known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        msg += f"{hint} The env's agents: {', '.join(seats)}."
+        hint = f"; did you mean {close[0]!r}?" if close else ";"
+        names = ", ".join(sorted(known)) or "none"
+        return f"{path}: unknown key{hint} known here: {names} (agents: {', '.join(seats)})"
 
+    if rest["type"] == "extra_forbidden":
+        return f"{path}: unknown key (got {input!r})"
     return f"{path}: {msg} (got {input!r})"
 
 
@@ -222,28 +330,46 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 
     config_class = env_config_type(settings.id)
-    own = set(config_class.model_fields) - set(EnvConfig.model_fields)
+    env_fields = set(config_class.model_fields) - set(EnvConfig.model_fields)
     seats = _seat_defaults(config_class)
     harness = settings.harness
     if harness is None and default_harness_id(settings.id) != settings.id:
         harness = _default_harness(settings)
     table: dict[str, Any] = {
-        key: settings.args[key] for key in (own - {*seats}) & set(settings.args)
+        key: settings.args[key] for key in (env_fields - {*seats}) & set(settings.args)
     }
     table["taskset"] = {"id": settings.id} | {
-        key: value for key, value in settings.args.items() if key not in own
+        key: value for key, value in settings.args.items() if key not in env_fields
     }
     table["interception"] = dict(INTERCEPTION)
     table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
     for name, default in seats.items():
-        if not isinstance(given := settings.args.get(name, {}), Mapping):
+        if not isinstance(args := settings.args.get(name, {}), Mapping):
             raise ConfigError(
                 f"env {settings.label!r}: args.{name} is one of the env's agents: expected a table "
-                f"such as {{max_turns = 2}}, got {given!r}"
+                f"such as {{max_turns = 2}}, got {args!r}"
             )
-        table[name] = _seat_table(settings, default, harness) | dict(given)
+        table[name] = _seat_table(settings, default, harness) | dict(args)
+        if settings.past is not None and name in settings.past_agents:
+            table[name] |= _past_seat(settings, settings.past)
 
     return table
+
+
+def _past_seat(settings: EnvSettings, engine: ModelEndpoint) -> dict[str, Any]:
+    """Model and client of an agent that an earlier version of the policy plays. It is asked as the
+    policy is, by token ids."""
+    renderer = settings.renderer
+    path = settings.tokenizer_path
+    client = {
+        "type": "train",
+        "base_url": engine.base_url,
+        "api_key_var": engine.api_key_var,
+        "renderer": None if renderer is None else renderer.model_dump(),
+        "renderer_model_name": None if path is None else str(path),
+        "multiplex": ROLLOUTS_PER_RENDERER,
+    }
+    return {"model": engine.name, "client": client}
 
 
 def _seat_defaults(config_class: Any) -> dict[str, Any]:
@@ -274,11 +400,11 @@ def _default_harness(settings: EnvSettings) -> Mapping[str, Any]:
     if name and importlib.util.find_spec(name.replace("-", "_")) is not None:
         return harness
     package = bringer("harness", name)
-    found = f"the default, {name!r}, is not installed" if name else "there is no default"
+    situation = f"the default, {name!r}, is not installed" if name else "there is no default"
     install = f"pip install {package}, or set" if package else "Set"
     raise ConfigError(
-        f"env {settings.label!r}: the taskset brings no harness, and {found}. {install} the env's "
-        "harness = {id = ...}."
+        f"env {settings.label!r}: the taskset brings no harness, and {situation}. {install} the "
+        "env's harness = {id = ...}."
     )
 
 
@@ -292,9 +418,10 @@ def fixed_seats(config: Any) -> frozenset[str]:
     return frozenset(n for n, seat in seats_of(config).items() if seat.model or seat.client)
 
 
-def agents_of(config: Any) -> tuple[str, ...]:
-    """The agents of a resolved env config that the policy plays, by name."""
-    return tuple(name for name in seats_of(config) if name not in fixed_seats(config))
+def agents_of(config: Any, untrained: Container[str] = ()) -> tuple[str, ...]:
+    """The agents of a resolved env config that the policy plays, by name, without ``untrained``."""
+    fixed = fixed_seats(config)
+    return tuple(n for n in seats_of(config) if n not in fixed and n not in untrained)
 
 
 def _check_sampling(config: Any, where: str) -> None:

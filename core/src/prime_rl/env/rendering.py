@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.processes import lasting_imports
+from prime_rl.rundir.rows import read_table
+from prime_rl.rundir.status import replace_text
+
+RENDERER_FILE = "configs/renderer.json"
+"""Path in the run directory."""
 
 ROLLOUTS_PER_RENDERER = 4096
 """One tokenizer serves all of them: a render takes a fraction of a millisecond."""
@@ -37,26 +42,62 @@ def load_tokenizer(path: Path) -> Any:
     ``AutoTokenizer`` imports torch to find out what ``tokenizer_config.json`` already says.
     """
     try:
-        table = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
-        if table.get("tokenizer_class") in GENERIC_TOKENIZERS:
+        table = json.loads((path / "tokenizer_config.json").read_text("utf-8-sig"))
+        if dict(table).get("tokenizer_class") in GENERIC_TOKENIZERS:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path)
         from renderers.base import load_tokenizer as load_by_auto
 
         return load_by_auto(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"tokenizer {str(path)!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
 
-def vocab_size_of(path: Path) -> int | None:
-    """How many token ids the model of a folder takes, by its ``config.json``. None: it does not
-    say."""
+def write_renderer(run_dir: Path, config: Any) -> None:
+    """Save the run's renderer, which may have been chosen by the tokenizer, for later commands.
+    ``config`` is a config object of the ``renderers`` package."""
+    table = config.model_dump(mode="json", exclude_unset=True) | {"name": config.name}
+    replace_text(run_dir / RENDERER_FILE, json.dumps(table, indent=2, ensure_ascii=False))
+
+
+def read_renderer(run_dir: Path) -> Any:
+    """The run's renderer as it was chosen; None before that. Raises ``RunError`` for a file that
+    the installed ``renderers`` package cannot read."""
+    from pydantic import TypeAdapter, ValidationError
+    from renderers.configs import RendererConfig
+
+    path = run_dir / RENDERER_FILE
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return TypeAdapter(RendererConfig).validate_python(read_table(path))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise RunError(
+            f"{path}: the installed renderers package does not read it: {error}"
+        ) from None
+
+
+def new_renderer(tokenizer_path: Path, config: Any) -> Any:
+    """A renderer with a tokenizer of its own."""
+    with lasting_imports():
+        from renderers import create_renderer
+
+        return create_renderer(load_tokenizer(tokenizer_path), config)
+
+
+def vocab_size_of(path: Path) -> int | None:
+    """How many token ids the model of a folder takes. None: it does not say."""
+    return number_in_config(path, "vocab_size")
+
+
+def number_in_config(path: Path, key: str) -> int | None:
+    """A number of the ``config.json`` of a model's folder. None: it does not say."""
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return None
 
     if not isinstance(config, dict):
@@ -64,5 +105,5 @@ def vocab_size_of(path: Path) -> int | None:
     # The language model of a family with several has a table of its own.
     nested = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     tables = [config, *(table for table in nested if isinstance(table, dict))]
-    sizes = [table["vocab_size"] for table in tables if isinstance(table.get("vocab_size"), int)]
-    return sizes[0] if sizes else None
+    numbers = [table[key] for table in tables if isinstance(table.get(key), int)]
+    return numbers[0] if numbers else None

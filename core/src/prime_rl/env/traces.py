@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from prime_rl.env.episode import BranchTokens, RolloutResult, readable
+from prime_rl.env.episode import BranchTokens, RolloutResult, readable, reason_of
 from prime_rl.errors import StreamError
 from prime_rl.rewards import settled
 from prime_rl.rollout import ROLES, TURN_REWARDS, Rollout, Sample
@@ -36,7 +36,7 @@ VERSIONS_KEY = "weight_versions"
 """Key of ``trace.info``: a harness may leave ``{node index: [(policy version, start, end)]}``."""
 
 BAD_RESULT = "BadResult"
-"""The class of a failure where an environment or an engine returned what nothing can be made of."""
+"""The class of a failure in which an environment or an engine returned an unusable result."""
 
 LARGEST_REWARD = 1e18
 """A group's rewards are squared and added in float32, which ends at 3.4e38."""
@@ -57,11 +57,11 @@ def results_of(
 
     ``with_tokens``: a trace whose agent trains has failed if it has no sampled tokens.
     ``fixed``: agents that a model of their own plays; they never train.
-    ``vocab_size``: of the policy. None: unknown.
+    ``vocab_size``: the policy's. None: unknown.
     """
     failure = ("TimeoutError", "the episode timed out") if episode.is_timeout else None
     if episode.errors:  # of the env
-        failure = episode.errors[-1].type, episode.errors[-1].message
+        failure = episode.errors[-1].type, _with_our_key(episode.errors[-1].message)
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [failed(kind, text)]
@@ -79,10 +79,10 @@ def results_of(
         failure or trace_failure(trace, with_tokens and trace.agent.name not in fixed)
         for trace in episode.traces
     ]
-    sibling = next((found for found in failures if found), None)
+    first_failure = next((each for each in failures if each), None)
     results = [
-        result_of(trace, own or sibling, trace.agent.name not in fixed)
-        for trace, own in zip(episode.traces, failures, strict=True)
+        result_of(trace, of_trace or first_failure, trace.agent.name not in fixed)
+        for trace, of_trace in zip(episode.traces, failures, strict=True)
     ]
     return checked(results)
 
@@ -90,8 +90,15 @@ def results_of(
 def failed(kind: str, text: str, status_code: int | None = None) -> RolloutResult:
     """The result of an episode that nothing else is known of."""
     return RolloutResult(
-        ok=False, error_type=readable(kind), error=readable(text), status_code=status_code
+        ok=False, error_type=readable(kind), error=reason_of(text), status_code=status_code
     )
+
+
+def _with_our_key(message: str) -> str:
+    """A message of verifiers that names an option of its own command line, with our key for it."""
+    for option in ("--env.timeout.episode", "--env.timeout.finalize"):
+        message = message.replace(option, "timeout in the env's table")
+    return message
 
 
 def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:
@@ -125,6 +132,7 @@ def result_of(
         ok=failure is None,
         reward=_reward_of(trace),
         rewards={name: term.score for name, term in trace.rewards.items() if term is not None},
+        reward_weights={n: float(term.weight) for n, term in trace.rewards.items() if term},
         metrics={name: value for name, value in trace.metrics.items() if value is not None},
         info=info,
         num_turns=trace.num_turns,
@@ -132,7 +140,7 @@ def result_of(
         stop_condition=None if stop is None else readable(stop),
         has_images=any(has_image(node.message.content) for node in trace.nodes),
         error_type=None if failure is None else readable(failure[0]),
-        error=None if failure is None else readable(failure[1]),
+        error=None if failure is None else reason_of(failure[1]),
         status_code=trace.last_error.status_code if failure and trace.last_error else None,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and may_train,
@@ -199,7 +207,7 @@ def _fault_of_node(node: Any, place: int, vocab_size: int | None) -> str | None:
             f"{len(token_ids)} tokens"
         )
 
-    return _fault_of_logprobs(node.logprobs, int(mask.sum()))
+    return _fault_of_logprobs(node.logprobs, int(mask.sum())) or _fault_of_routes(node)
 
 
 def _fault_of_logprobs(values: Any, number: int) -> str | None:
@@ -224,6 +232,21 @@ def _fault_of_logprobs(values: Any, number: int) -> str | None:
     return None
 
 
+def _fault_of_routes(node: Any) -> str | None:
+    """A node has none if its engine did not record them."""
+    routes = node.routed_experts
+    if routes is None:
+        return None
+    length = len(node.token_ids)
+    fits = routes.ndim == 3 and len(routes) == length and 0 not in routes.shape[1:]
+    if not fits or routes.dtype not in (np.uint8, np.uint16):
+        return (
+            f"its routed_experts are {routes.dtype} of shape {routes.shape}; expected uint8 or "
+            f"uint16 of shape ({length}, layers, experts per token)"
+        )
+    return None
+
+
 def _fault_of_spans(spans: Any) -> str | None:
     """Spans are ``(policy version, start, end)``; an end behind the last token is cut."""
     for span in spans:
@@ -237,10 +260,12 @@ def _fault_of_spans(spans: Any) -> str | None:
 
 
 def _reward_of(trace: Trace) -> float:
-    """The sum of the weighted terms, without its rounding."""
-    terms = [abs(term.score * term.weight) for term in trace.rewards.values() if term is not None]
-    finite = [term for term in terms if math.isfinite(term)]
-    return settled(trace.reward, scale=max(finite, default=1.0))
+    """The sum of the weighted terms, without its rounding. Terms are settled first: a sum of terms
+    that were computed in float32 has more rounding than a sum in float64 may have."""
+    present = [term for term in trace.rewards.values() if term is not None]
+    terms = [settled(term.score) * term.weight for term in present]
+    sizes = [abs(term) for term in terms if math.isfinite(term)]
+    return settled(sum(terms), scale=max(sizes, default=1.0))
 
 
 LARGEST_INFO = 16 << 20
@@ -279,16 +304,17 @@ def fault_of(result: RolloutResult) -> str | None:
     """Why what an environment returned cannot be trained on, saved and shown; None: it can."""
     for name, value in (result.rewards | {"the sum": result.reward}).items():
         if not _is_number(value, LARGEST_REWARD):
-            return _wrong_number("reward", name, value, LARGEST_REWARD)
+            return _wrong_number("reward", name, value=value, largest=LARGEST_REWARD)
 
     for name, value in (result.metrics | result.timing).items():
         if not _is_number(value, LARGEST_METRIC):
-            return _wrong_number("metric", name, value, LARGEST_METRIC)
+            return _wrong_number("metric", name, value=value, largest=LARGEST_METRIC)
 
     try:
         size = _saved_size(result)
     except Exception as error:  # a lone surrogate, a cycle, a key that is no text ...
-        return f"info, the example or a name cannot be saved: {type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        return f"info, the example, a name or a tool cannot be saved: {reason}"
 
     return f"info has {size:,} bytes, at most {LARGEST_INFO:,} fit" if size > LARGEST_INFO else None
 
@@ -312,13 +338,14 @@ def _wrong_number(kind: str, name: str, value: Any, largest: float) -> str:
 
 
 class _Saved(msgspec.Struct):
-    """What a file of rollouts has of a result, beside its tokens."""
+    """The fields of a result that a file of rollouts stores, apart from its tokens."""
 
     info: dict[str, Any]
     task: dict[str, Any]
     rewards: dict[str, float]
     metrics: dict[str, float]
     agent: str
+    tools: list[dict[str, Any]]
 
 
 FILE_DEPTH = 16
@@ -335,6 +362,7 @@ def _saved_size(result: RolloutResult) -> int:
         "rewards": {name: float(value) for name, value in result.rewards.items()},
         "metrics": {name: float(value) for name, value in result.metrics.items()},
         "agent": result.agent,
+        "tools": result.tools,
     }
     for _ in range(FILE_DEPTH):
         saved = [saved]
@@ -348,7 +376,7 @@ def _saved_size(result: RolloutResult) -> int:
 
 
 def _text_or_list(value: Any) -> Any:
-    """As files of rollouts have a value without a msgpack type."""
+    """The form in which files of rollouts store a value that msgpack has no type for."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
@@ -377,6 +405,7 @@ def branch_tokens(
         node_ids=node_ids,
         policy_versions=None if versions is None else policy,
         trainable=branch.trainable,
+        routed_experts=branch.routed_experts,
     )
 
 
@@ -439,6 +468,7 @@ def build_rollout(
         reward=result.reward,
         samples=build_samples(result.branches, temperature),
         rewards=dict(result.rewards),
+        reward_weights=dict(result.reward_weights),
         metrics=dict(result.metrics),
         info=dict(result.info),
         num_turns=result.num_turns,
@@ -447,8 +477,43 @@ def build_rollout(
         policy_version=policy_version,
         agent=result.agent,
         messages=result.saved_messages,
+        tools=result.tools,
         trace=result.trace,
     )
+
+
+def rollout_of(
+    trace: Trace,
+    *,
+    env: str,
+    example_id: int,
+    group_id: int,
+    policy_version: int,
+    temperature: float,
+    vocab_size: int | None = None,
+) -> Rollout:
+    """The rollout of one complete trace that no episode of ours has run. Raises ``StreamError`` for
+    one that cannot train."""
+    fault = fault_of_nodes(trace, vocab_size)
+    if fault is not None:
+        raise StreamError(fault)
+    (result,) = checked([result_of(trace, trace_failure(trace))])
+    if not result.ok:
+        raise StreamError(f"{result.error_type}: {result.error}")
+    if result.has_images:
+        raise StreamError("a message has an image, and there is no training on images")
+
+    rollout = build_rollout(
+        result,
+        env=env,
+        example_id=example_id,
+        group_id=group_id,
+        policy_version=policy_version,
+        temperature=temperature,
+    )
+    if not rollout.samples:
+        raise StreamError("it has no token to train")
+    return rollout
 
 
 def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[Sample]:
@@ -462,7 +527,7 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
         repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
         mask = np.asarray(branch.sampled_mask, np.bool_) & ~repeats
         if mask.any():
-            samples.append(_sample(branch, mask, repeats, temperature))
+            samples.append(_sample(branch, mask, repeats=repeats, temperature=temperature))
             seen.update(branch.node_ids)
 
     return samples
@@ -487,7 +552,7 @@ def _sample(
     versions = branch.policy_versions
     flags = branch.is_content or ()
     content = None
-    if any(flag is not None for flag in flags):  # else the renderer attributes nothing
+    if any(flag is not None for flag in flags):  # otherwise the renderer attributes nothing
         # A message without attribution counts as body as a whole.
         content = np.array([flag is not False for flag in flags], np.bool_)
 
@@ -503,4 +568,5 @@ def _sample(
         policy_versions=None
         if versions is None
         else np.where(mask, np.asarray(versions, np.int32), np.int32(-1)),
+        routed_experts=branch.routed_experts,
     )

@@ -4,12 +4,12 @@ decide which engine is asked when."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -34,7 +34,7 @@ class EngineSilent(EngineGone):
 
 
 class Refusal(EngineError):
-    """It answered, but not as asked. ``status``: of the answer, if that is the reason."""
+    """It answered, but not as asked. ``status``: the answer's, if that is the reason."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ class EngineRefused(Refusal):
 
     @property
     def fix(self) -> str:
-        """What to do where the model is frozen."""
+        """The way out for a frozen model."""
         if self.locked:
             return "Give its key by api_key_var."
         return "Check that it is an engine that scores prompts (docs/engines.md)."
@@ -80,6 +80,13 @@ class Health(msgspec.Struct):
     """Requests that it can run at once; None: it does not say."""
 
 
+class _Updated(msgspec.Struct):
+    """The answer of ``/update_weights``."""
+
+    paused_seconds: float | None = None
+    """For which nothing was sampled. None: the engine does not say."""
+
+
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
@@ -87,6 +94,18 @@ class _Card(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Card]
+
+
+class _Keys(httpx.Auth):
+    """Bearer keys in turn. A request that has a key of its own keeps it."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = cycle(keys)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        if "Authorization" not in request.headers:
+            request.headers["Authorization"] = f"Bearer {next(self._keys)}"
+        yield request
 
 
 class EngineClient:
@@ -98,18 +117,28 @@ class EngineClient:
     """
 
     def __init__(
-        self, url: str, key: str | None, retry: RetryPolicy | None = None, label: str = "engine"
+        self,
+        url: str,
+        key: str | Sequence[str] | None,
+        retry: RetryPolicy | None = None,
+        label: str = "engine",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """``key``: the bearer key, or several that take turns, request by request."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.label = f"{label} {self.url}"
         self.health = Health()
         """As of the last good look."""
         self.asleep = False
         """It was put to sleep, and not woken since."""
+        self.last_paused: float | None = None
+        """Seconds for which the last update kept it from sampling. None: there was none."""
+        self._paused = 0.0
         self._retry = retry or RetryPolicy()
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={**(headers or {})},
+            auth=_Keys([key] if isinstance(key, str) else key) if key else None,
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
             verify=not url.lower().startswith("http://"),
@@ -156,10 +185,10 @@ class EngineClient:
 
         card = next((card for card in cards if model in (None, card.id)), None)
         if card is None:
-            found = ", ".join(repr(card.id) for card in cards) or "no model"
+            names = ", ".join(repr(card.id) for card in cards) or "no model"
             kind = OtherModel if cards else EngineFailed
             wanted = "one" if model is None else repr(model)
-            raise kind(f"{self.label} serves {found}, expected {wanted}")
+            raise kind(f"{self.label} serves {names}, expected {wanted}")
 
         health.max_model_len = card.max_model_len
         self.health = health
@@ -173,13 +202,22 @@ class EngineClient:
         if meeting is not None:
             body["meeting"] = dict(meeting)
         once = meeting is not None  # a meeting takes place once
+        said: float | None = None
+        paused_at = None
+        started = time.perf_counter()
         try:
             if self.asleep:
+                paused_at = started  # before, it slept for the trainer
                 await self._post("/wake_up")
                 self.asleep = False
             elif not self.health.pauses_itself:
                 await self._pause()
-            await self._post("/update_weights", timing.UPDATE_SECONDS, once=once, json=body)
+                paused_at = time.perf_counter()
+            answer = await self._post(
+                "/update_weights", timing.UPDATE_SECONDS, once=once, json=body
+            )
+            with suppress(msgspec.DecodeError):  # other servers answer with anything
+                said = msgspec.json.decode(answer.content, type=_Updated).paused_seconds
         except BaseException as error:
             gone = isinstance(error, EngineGone)
             within = timing.GONE_CLEAN_UP_SECONDS if gone else timing.CLEAN_UP_SECONDS
@@ -188,6 +226,18 @@ class EngineClient:
             raise
 
         await self._post("/resume")
+        if paused_at is None and said is not None:
+            self.last_paused = said
+        else:  # one that pauses itself and does not say for how long: at most this
+            since = started if paused_at is None else paused_at
+            self.last_paused = time.perf_counter() - since
+        self._paused += self.last_paused
+
+    def take_paused(self) -> float:
+        """Seconds for which updates kept the engine from sampling, since the last call."""
+        paused = self._paused
+        self._paused = 0.0
+        return paused
 
     async def sleep(self) -> None:
         """Pause, and give the accelerator's memory back. Requests in flight survive; the next
@@ -211,19 +261,26 @@ class EngineClient:
         within: float | None = None,
         once: bool = False,
         **body: Any,
-    ) -> None:
+    ) -> httpx.Response:
         """Post until it is answered, refused for good, or there is no time left.
 
         ``timeout``: seconds for one answer. ``within``: seconds for all attempts, twice that by
-        default. ``once``: one attempt.
+        default, and longer if the engine answers ``/health``. ``once``: one attempt.
         """
-        deadline = time.monotonic() + (2 * timeout if within is None else within)
+        start = time.monotonic()
+        deadline = start + (2 * timeout if within is None else within)
         silent = True
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
-                await self.request("POST", route, min(timeout, deadline - time.monotonic()), **body)
-                return
+                left = min(timeout, deadline - time.monotonic())
+                return await self.request("POST", route, left, **body)
             except (EngineGone, EngineFailed) as error:
+                may_wait = within is None and route in ("/pause", "/resume")
+                if may_wait and isinstance(error, EngineSilent) and await self._is_alive():
+                    # It takes a long step: what is hung does not answer at all.
+                    deadline = max(deadline, min(deadline + timeout, start + timing.UPDATE_SECONDS))
                 silent &= isinstance(error, EngineSilent)
                 wait = self._retry.wait_after(attempt)
                 last = attempt >= self._retry.attempts
@@ -237,6 +294,13 @@ class EngineClient:
                 log.warning("%s; %s", error, following)
 
             await asyncio.sleep(wait)
+
+    async def _is_alive(self) -> bool:
+        try:
+            await self.request("GET", "/health", timing.HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return True
 
 
 def _cause(error: httpx.TransportError) -> str:

@@ -41,7 +41,7 @@ class EngineState(Enum):
     HUNG = auto()
 
 
-class Engine:
+class Replica:
     """Only its pool changes it."""
 
     def __init__(self, number: int, client: EngineClient, started_with: int | None = None) -> None:
@@ -50,17 +50,18 @@ class Engine:
         self.client = client
         self.state = EngineState.STARTING
         self.version = started_with
-        """Of the weights that it has; None: unknown, they have to be loaded before it serves."""
+        """The version of its weights. None: unknown, so weights are loaded before it serves."""
         self.problem: BaseException | None = None
         """Why it does not serve, or why its last request failed."""
         self.hangs = 0
         """Times that it was found hung."""
         self.running = self.asked = self.retried = 0
-        """Requests: in flight; ever; lost here and asked again elsewhere."""
+        """Requests: those in flight, all so far, and those sent again to another engine."""
         self.lost: asyncio.Future[None] | None = None
         """Done when what is in flight is lost; None before it first serves or sleeps."""
         self.flights: set[asyncio.Future[None]] = set()
-        """The same for each request in flight. A future of many would take time for each to go."""
+        """One future for each request in flight: with a shared one, leaving takes time for each
+        waiter."""
         self.loading = asyncio.Lock()
         self.looking = asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
@@ -151,7 +152,7 @@ class Engine:
         if self.in_service:
             self.down_since = time.monotonic()
             for each in filter(None, {self.lost, *self.flights}):
-                if not each.done():  # else its request is ending
+                if not each.done():  # otherwise its request is ending
                     each.set_result(None)
         if state is EngineState.HUNG and self.state is not EngineState.HUNG:
             self.hangs += 1

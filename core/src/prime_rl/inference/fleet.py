@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
 from prime_rl.inference.client import EngineClient, EngineRefused, EngineSilent, Health, OtherModel
-from prime_rl.inference.engine import Engine, EngineState
+from prime_rl.inference.engine import EngineState, Replica
 from prime_rl.inference.pool import EnginePool, end
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.plugins.weight_transports import WeightDelivery
@@ -30,7 +30,7 @@ from prime_rl.weights.versions import Weights, only_in_memory, wait_for_files
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FleetOptions:
     """How a fleet treats its engines."""
 
@@ -45,8 +45,10 @@ class FleetOptions:
     hang_timeout: float = math.inf
     """Seconds without any answer after which an engine counts as hung."""
     retry: RetryPolicy | None = None
-    """Of the admin routes."""
+    """How requests to the admin routes are retried."""
     poll: float = timing.POLL_SECONDS
+    headers: tuple[tuple[str, str], ...] = ()
+    """HTTP headers of every request."""
 
 
 class Fleet(EnginePool):
@@ -65,10 +67,12 @@ class Fleet(EnginePool):
         options = options or FleetOptions()
         one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
         retry = options.retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
-        self._client = partial(EngineClient, key=admin_key, retry=retry)
+        self._client = partial(
+            EngineClient, key=admin_key, retry=retry, headers=dict(options.headers)
+        )
         clients = [self._client(url) for url in urls]
         version = first.version if options.own and options.have_first else None
-        engines = [Engine(number, client, version) for number, client in enumerate(clients)]
+        engines = [Replica(number, client, version) for number, client in enumerate(clients)]
         poll = options.poll
         hang_timeout = options.hang_timeout
         super().__init__(engines, options.model, poll=poll, hang_timeout=hang_timeout)
@@ -79,9 +83,9 @@ class Fleet(EnginePool):
         self._target = first
         self._delivery = delivery
         self._stragglers: set[asyncio.Task[None]] = set()
-        self._left: list[Engine] = []
+        self._left: list[Replica] = []
         self.names: dict[str, str] = {}
-        """Of the engines' processes, by URL; for reports."""
+        """Names of the engines' processes by URL, for reports."""
 
     async def close(self) -> None:
         await asyncio.gather(*map(end, self._stragglers))
@@ -103,7 +107,7 @@ class Fleet(EnginePool):
         numbers = itertools.count(1 + max((e.number for e in known.values()), default=-1))
         for client in (self._client(url) for url in urls):
             if client.url not in known:
-                self.engines.append(Engine(next(numbers), client))
+                self.engines.append(Replica(next(numbers), client))
                 log.info("engine %s joins the run", client.url)
 
         self._watch_all()
@@ -161,7 +165,7 @@ class Fleet(EnginePool):
         waited = f"no engine serves after {seconds:.0f} s (inference.ready_timeout)"
         return EngineError(f"{waited}: {self.outage()}. {hint}")
 
-    async def _join(self, engine: Engine, health: Health) -> None:
+    async def _join(self, engine: Replica, health: Health) -> None:
         """Load the current weights into an engine, and let it serve. While the others sleep, put it
         to sleep: the trainer has its memory."""
         sleeps = self.asleep and engine.state is EngineState.ASLEEP
@@ -181,10 +185,10 @@ class Fleet(EnginePool):
             return self._lose(engine, error)
 
         # Equal, not identical: while no engine serves, the watcher announces a version repeatedly.
-        if target == self._target and not self.asleep:  # else there is a newer version by now
+        if target == self._target and not self.asleep:  # otherwise there is a newer version by now
             await super()._join(engine, health)
 
-    async def _bring_up_to_date(self, engine: Engine, health: Health) -> Weights:
+    async def _bring_up_to_date(self, engine: Replica, health: Health) -> Weights:
         """The weights that it has now."""
         if self._delivery is not None:
             self._delivery.check(engine)
@@ -245,11 +249,19 @@ class Fleet(EnginePool):
             raise EngineGone(self.outage())
         return time.perf_counter() - start
 
-    async def _load(self, weights: Weights, asked: Sequence[Engine]) -> dict[Engine, BaseException]:
+    def take_paused(self) -> float:
+        """Seconds for which new weights kept an engine from sampling, since the last call: the mean
+        of the engines."""
+        seconds = [engine.client.take_paused() for engine in self.engines]
+        return sum(seconds) / max(len(seconds), 1)
+
+    async def _load(
+        self, weights: Weights, asked: Sequence[Replica]
+    ) -> dict[Replica, BaseException]:
         """Have engines load weights; how it failed, by engine. A straggler continues: it joins when
         it is done."""
         left = asked
-        missed = dict[Engine, BaseException]()
+        missed = dict[Replica, BaseException]()
         if self._delivery is not None and only_in_memory(weights.directory):
             left, missed = await self._delivery.deliver(weights, asked, self._update)
         # An engine that went away during the delivery may be joining already.
@@ -273,7 +285,7 @@ class Fleet(EnginePool):
             task.exception()  # the next attempt to join reports it, should it fail as well
 
     async def _update(
-        self, engine: Engine, weights: Weights, meeting: Mapping[str, Any] | None = None
+        self, engine: Replica, weights: Weights, meeting: Mapping[str, Any] | None = None
     ) -> None:
         async with engine.loading:
             try:
@@ -308,6 +320,27 @@ class Fleet(EnginePool):
                 raise error
 
         self._notify()
+
+
+class NoFleet(Fleet):
+    """The fleet of a run without engines: new weights count as served as soon as they are
+    announced."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def update_weights(self, weight_dir: Path, version: int) -> float:
+        self._target = Weights(weight_dir, version)
+        return 0.0
+
+    async def sleep(self) -> None:
+        """Nothing holds memory."""
+
+    async def _choose(self, key: Hashable, failed_at: Replica | None) -> Replica:
+        raise ConfigError(
+            "a plugin asks the policy for tokens or logprobs, and the run has no engine "
+            "(inference.replicas is 0). Set inference.replicas to 1."
+        )
 
 
 async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:

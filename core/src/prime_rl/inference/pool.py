@@ -3,7 +3,7 @@
 A group stays at one engine, for its prefix cache; a new group goes to the engine with the least in
 flight. A request whose engine goes away is asked again elsewhere. A request that fails at an engine
 that is there is tried again after a pause, at another engine if another one serves. While no engine
-serves, requests wait, and the run says what for.
+serves, requests wait, and the run shows the reason.
 
 From the first request on, the pool looks at its engines: see ``engine.py`` for their states.
 ``FrozenPool`` has the engines of a frozen model, ``Fleet`` those of the live policy.
@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -24,8 +24,9 @@ from prime_rl.config.contract import FrozenModel
 from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
 from prime_rl.inference.client import EngineClient, EngineFailed, EngineRefused, Health
-from prime_rl.inference.engine import Engine, EngineState
+from prime_rl.inference.engine import EngineState, Replica
 from prime_rl.inference.timing import RetryPolicy
+from prime_rl.variables import all_headers, check_exported
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class EnginePool:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Replica],
         model: str | None,
         *,
         poll: float = timing.POLL_SECONDS,
@@ -59,22 +60,22 @@ class EnginePool:
         self.engines = list(engines)
         self._model = model
         self.on_waiting: Callable[[str | None], None] = lambda text: None
-        """Called with what requests wait for, and with None when that is over."""
+        """Called with the reason why requests wait, and with None when they no longer wait."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
         self._poll = poll
         self._hang_timeout = hang_timeout
         self._grace = math.inf
         self._pause = RetryPolicy(first_wait=poll)
-        self._homes: dict[Hashable, Engine] = {}
+        self._homes: dict[Hashable, Replica] = {}
         self._waiting = 0
         self._starting = False
         self._said: str | None = None
         self._changed = asyncio.Event()
-        self._watching: dict[Engine, asyncio.Task[None]] = {}
+        self._watching: dict[Replica, asyncio.Task[None]] = {}
 
     @property
-    def serving(self) -> list[Engine]:
+    def serving(self) -> list[Replica]:
         """The engines that get requests."""
         return [engine for engine in self.engines if engine.serving]
 
@@ -88,7 +89,7 @@ class EnginePool:
     async def ask(
         self,
         key: Hashable,
-        work: Callable[[Engine], Awaitable[T]],
+        work: Callable[[Replica], Awaitable[T]],
         tries: int = timing.EPISODE_TRIES,
     ) -> T:
         """Do ``work`` at an engine: at the one that the key had before, if it serves.
@@ -98,16 +99,21 @@ class EnginePool:
         than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
         """
         self._watch_all()
+        # Three patiences: pauses grow with every try, a request may fail so often by itself, and
+        # so many engines may go away under it.
         attempt = failures = losses = 0
-        failed_at: Engine | None = None
+        failed_at: Replica | None = None
         while True:
             engine = await self._choose(key, failed_at)
             try:
                 answer = await self._do(engine, work)
             except (_Lost, EngineGone, EngineFailed) as error:
+                # Has the engine gone, or has only this request failed? Another look decides.
                 if not isinstance(error, _Lost):
                     await self._look(engine)
                     if engine.serving:
+                        # It still serves. A 500 may be the fault of the request itself, which
+                        # then fails everywhere; an engine that is overloaded has time.
                         failures += isinstance(error, EngineFailed) and error.status == 500
                         if failures > tries:
                             text = f"a request failed {failures} times: {error}. See its log."
@@ -121,6 +127,7 @@ class EnginePool:
                         with self._shown_waiting():
                             await asyncio.sleep(self._pause.wait_after(attempt))
                         continue
+                # The engine has gone, which is not the request's fault: it moves at once.
                 engine.retried += 1
                 losses += 1
                 if losses >= timing.LOST_TRIES:
@@ -134,7 +141,7 @@ class EnginePool:
                     self._notify()
                 return answer
 
-    async def _choose(self, key: Hashable, failed_at: Engine | None) -> Engine:
+    async def _choose(self, key: Hashable, failed_at: Replica | None) -> Replica:
         self._raise_bugs()
         if not self.serving:
             with self._shown_waiting():
@@ -144,6 +151,8 @@ class EnginePool:
 
         home = self._homes.get(key)
         if home is None or not home.serving or home is failed_at:
+            # The members of a group share a prompt, whose KV their engine keeps: so a key has a
+            # home. `asked` lets idle engines take turns.
             others = [engine for engine in self.serving if engine is not failed_at]
             home = min(others or self.serving, key=lambda e: (e.running, e.asked, e.number))
             self._homes[key] = home
@@ -152,10 +161,12 @@ class EnginePool:
 
         return home
 
-    async def _do(self, engine: Engine, work: Callable[[Engine], Awaitable[T]]) -> T:
+    async def _do(self, engine: Replica, work: Callable[[Replica], Awaitable[T]]) -> T:
         engine.running += 1
         engine.asked += 1
         task = asyncio.ensure_future(work(engine))
+        # Ends this request as soon as any other finds the engine gone: a connection to a machine
+        # that is off may stay silent for minutes.
         lost = asyncio.Future[None]()
         engine.flights.add(lost)
         try:
@@ -185,6 +196,7 @@ class EnginePool:
             while len(self.serving) < len(self.engines):
                 self._check(ConfigError)
                 now = time.monotonic()
+                # The run can begin with one engine. It does not wait long for the others.
                 if self.serving:
                     deadline = min(deadline, now + self._grace)
                 if now >= deadline:
@@ -200,11 +212,12 @@ class EnginePool:
         raise EngineError(f"{text}. Start it, or fix the base_url.")
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
-        """Raises ``kind`` for what waiting does not change."""
+        """Raises ``kind`` for a failure that waiting does not end."""
         self._raise_bugs()
 
     def _raise_bugs(self) -> None:
-        """Raises what has ended the look at an engine: nobody would see it leave or come back."""
+        """Raises the error that ended the watch of an engine: without it, the engine could leave or
+        come back unnoticed."""
         for watching in self._watching.values():
             if watching.done():
                 watching.result()
@@ -216,7 +229,7 @@ class EnginePool:
                 self._watching[engine] = asyncio.create_task(self._watch(engine))
                 self._watching[engine].add_done_callback(lambda task: self._notify())
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: Replica) -> None:
         while True:
             health = await self._look(engine)
             if health is not None and not engine.serving:
@@ -224,20 +237,21 @@ class EnginePool:
             pause = self._poll if engine.has_served else timing.START_POLL_SECONDS
             await self._until_next_look(engine, min(pause, self._poll))
 
-    async def _until_next_look(self, engine: Engine, pause: float) -> None:
+    async def _until_next_look(self, engine: Replica, pause: float) -> None:
         await asyncio.sleep(pause)
 
-    async def _join(self, engine: Engine, health: Health) -> None:
+    async def _join(self, engine: Replica, health: Health) -> None:
         """Let an engine that answers serve."""
         away = engine.serve()
         if away is not None:
             log.warning("%s serves again after %.1f s", engine.client.label, away)
         self._notify()
 
-    async def _look(self, engine: Engine) -> Health | None:
+    async def _look(self, engine: Replica) -> Health | None:
         """What the engine says of itself; None if it is not ready, or if it has loaded weights
         meanwhile: what it said may be older."""
         asked = time.monotonic()
+        # Requests that fail together ask an engine once.
         async with engine.looking:
             if engine.looked_at > asked:  # another request has just looked
                 return None
@@ -260,6 +274,8 @@ class EnginePool:
 
             if was_loading or engine.loading.locked() or engine.version != version:
                 return None
+            # Another process at the same address: it has the weights that it was started with, and
+            # nothing has put it to sleep.
             if engine.in_service and version is not None and health.version not in (None, version):
                 text = f"has version {health.version}, expected {version}: it was restarted"
                 engine.client.asleep = False
@@ -268,7 +284,7 @@ class EnginePool:
             return health
 
     def _lose(
-        self, engine: Engine, problem: BaseException, state: EngineState | None = None
+        self, engine: Replica, problem: BaseException, state: EngineState | None = None
     ) -> None:
         """Note a problem of an engine, which does not serve now. ``state``: AWAY if it has served
         until now, by default."""
@@ -290,7 +306,9 @@ class EnginePool:
 
     def _notify(self) -> None:
         """Something has changed: wake the requests that wait, and report."""
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        # A new event for each change: a waiter that comes after this one waits for the next.
+        self._changed = asyncio.Event()
         changed.set()
         self._say()
         self.on_change()
@@ -338,29 +356,32 @@ class FrozenPool(EnginePool):
         model: str,
         *,
         where: str,
-        api_key: str | None = None,
+        api_key: str | Sequence[str] | None = None,
+        headers: Mapping[str, str] | None = None,
         on_waiting: Callable[[str | None], None] = lambda text: None,
         poll: float = timing.POLL_SECONDS,
     ) -> None:
         self.label = f"{where} {model!r}"
-        clients = [EngineClient(url, api_key, label=f"{self.label} at") for url in urls]
-        super().__init__(list(map(Engine, range(len(urls)), clients)), model, poll=poll)
+        label = f"{self.label} at"
+        clients = [EngineClient(url, api_key, label=label, headers=headers) for url in urls]
+        super().__init__(list(map(Replica, range(len(urls)), clients)), model, poll=poll)
         self.on_waiting = on_waiting
 
     @classmethod
     def of(
         cls, model: FrozenModel, *, where: str, on_waiting: Callable[[str | None], None]
     ) -> FrozenPool:
-        """The pool of a table of the TOML. Raises ``ConfigError`` if its key is not in the
+        """The pool of a table of the TOML. Raises ``ConfigError`` if a key or header is not in the
         environment."""
-        key = None if model.api_key_var is None else os.environ.get(model.api_key_var)
-        if model.api_key_var is not None and not key:
-            raise ConfigError(
-                f"{where} {model.name!r}: api_key_var = {model.api_key_var!r}, and the environment "
-                "has no such variable, or an empty one. Export it, or leave api_key_var out if the "
-                "endpoint needs no key."
-            )
-        return cls(model.base_url, model.name, where=where, api_key=key, on_waiting=on_waiting)
+        check_exported(model, f"{where} {model.name!r}")
+        return cls(
+            model.base_url,
+            model.name,
+            where=where,
+            api_key=[os.environ[name] for name in model.key_vars],
+            headers=all_headers(model.headers, model.headers_from_env),
+            on_waiting=on_waiting,
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -368,12 +389,13 @@ class FrozenPool(EnginePool):
         limits = [engine.client.health.max_model_len for engine in self.engines]
         return min((limit for limit in limits if limit), default=None)
 
-    async def _until_next_look(self, engine: Engine, pause: float) -> None:
+    async def _until_next_look(self, engine: Replica, pause: float) -> None:
+        # A frozen model never changes, so one that answers is left alone until a request fails.
         if engine.serving and engine.lost is not None:
             await asyncio.wait([engine.lost])
         await asyncio.sleep(pause)
 
-    async def _look(self, engine: Engine) -> Health | None:
+    async def _look(self, engine: Replica) -> Health | None:
         if engine.serving and engine.problem is None:
             # The last look may be hours ago; the patience with a silent engine begins here.
             engine.ready_at = time.monotonic()

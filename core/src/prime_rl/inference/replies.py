@@ -52,8 +52,8 @@ def read_scores(ids: list[int], reply: Reply) -> FloatColumn:
     column = np.zeros(len(ids), np.float32)
     entries = _entries(reply, ids)
     for position, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
-        found = (entry or {}).get(str(token))
-        logprob = None if found is None else found.logprob
+        logprob_entry = (entry or {}).get(str(token))
+        logprob = None if logprob_entry is None else logprob_entry.logprob
         if logprob is None or not math.isfinite(logprob):
             raise ValueError(f"position {position} of {len(ids)}: no logprob of token {token}")
         if logprob <= IMPOSSIBLE:
@@ -84,27 +84,28 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
     column = np.zeros((len(ids), k), np.float32)
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
-        found = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
-        if len(found) < k:
-            text = f"{len(found)} alternatives, expected {k}"
+        likeliest = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
+        if len(likeliest) < k:
+            text = f"{len(likeliest)} alternatives, expected {k}"
             raise ValueError(f"position {position} of {len(ids)}: got {text}")
-        tokens[position] = [token for _, token in found]
-        column[position] = [-negative for negative, _ in found]
+        tokens[position] = [token for _, token in likeliest]
+        column[position] = [-negative for negative, _ in likeliest]
 
     return tokens, column
 
 
 def read_completions(
-    ids: list[int], n: int, temperature: float, live: bool, reply: Reply
+    ids: list[int], reply: Reply, *, n: int, temperature: float, live: bool
 ) -> list[Completion]:
     """The ``n`` completions of a prompt. ``live``: the policy's. Raises ``ValueError`` if a
     completion or a logprob is missing."""
     if len(reply.choices) != n:
         raise ValueError(f"got {len(reply.choices)} choices, expected {n}")
-    found = []
+    completions = []
     for choice in reply.choices:
-        given = [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
-        logprobs = np.array([math.nan if x is None else x for x in given], np.float32)
+        entries = choice.logprobs.content if choice.logprobs else []
+        values = [math.nan if entry.logprob is None else entry.logprob for entry in entries]
+        logprobs = np.array(values, np.float32)
         if len(logprobs) != len(choice.token_ids) or not np.isfinite(logprobs).all():
             known = int(np.isfinite(logprobs).sum())
             size = len(choice.token_ids)
@@ -121,6 +122,6 @@ def read_completions(
             temperature=temperature,
             policy_versions=versions if live else None,
         )
-        found.append(completion)
+        completions.append(completion)
 
-    return found
+    return completions

@@ -19,7 +19,7 @@ import msgspec
 
 from prime_rl import Completion, EngineError, OverlongError
 from prime_rl.inference.client import EngineRefused
-from prime_rl.inference.engine import Engine
+from prime_rl.inference.engine import Replica
 from prime_rl.inference.pool import EnginePool
 from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
 from prime_rl.plugins.algorithm import Tokens
@@ -27,7 +27,7 @@ from prime_rl.streams import FloatColumn, IntColumn
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-"""One token has to be sampled, and is thrown away. 0: of the prompt's own tokens only."""
+"""The API requires one sampled token, which is thrown away. 0: of the prompt's own tokens only."""
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1}
 """The whole distribution: what the trainer can reproduce."""
 MOST_CHOICES = 128
@@ -69,8 +69,9 @@ class PromptScorer:
     def lend(
         self, salt: str, stops: Callable[[], Sequence[int]], asked: Counter[str]
     ) -> PromptScorer:
-        """The same model for one env, under the same limits. ``salt``: of its seeds. ``stops``:
-        tokens that end a completion by default. ``asked`` counts requests and their tokens."""
+        """The same model for one env, under the same limits. ``salt``: what its seeds depend on.
+        ``stops``: tokens that end a completion by default. ``asked`` counts requests and their
+        tokens."""
         lent = copy.copy(self)
         lent._salt = salt
         lent._stops = stops
@@ -86,7 +87,9 @@ class PromptScorer:
         request again and again.
         """
         ids = [int(token) for token in token_ids]
-        return await self._ask(ids, SCORING, group_id, partial(read_scores, ids))
+        return await self._ask(
+            ids, sampling=SCORING, group_id=group_id, read=partial(read_scores, ids)
+        )
 
     async def top_logprobs(
         self, token_ids: Tokens, k: int, *, group_id: int = 0
@@ -95,7 +98,9 @@ class PromptScorer:
         ``logprobs``."""
         ids = [int(token) for token in token_ids]
         wanted = SCORING | {"prompt_logprobs": k}
-        return await self._ask(ids, wanted, group_id, partial(read_top, ids, k))
+        return await self._ask(
+            ids, sampling=wanted, group_id=group_id, read=partial(read_top, ids, k)
+        )
 
     async def generate(
         self,
@@ -119,14 +124,22 @@ class PromptScorer:
             "seed": self._seed(ids, group_id, seed),
             "stop_token_ids": [int(token) for token in stops],
         }
-        read = partial(read_completions, ids, n, temperature, self._cache_salt() is not None)
-        completions = await self._ask(ids, asked, group_id, read)
+        read = partial(
+            read_completions, ids, n=n, temperature=temperature, live=self._cache_salt() is not None
+        )
+        completions = await self._ask(ids, sampling=asked, group_id=group_id, read=read)
         self._asked["sampled_tokens"] += sum(len(each.token_ids) for each in completions)
         return completions
 
+    def beside(self, max_concurrency: int) -> PromptScorer:
+        """The same model, with a limit of requests in flight of its own."""
+        other = copy.copy(self)
+        other._slots = asyncio.Semaphore(max_concurrency)
+        return other
+
     def _seed(self, ids: list[int], group_id: int, seed: int | None) -> int:
-        """A seed that no other prompt, group, env or number has. Choice i gets this + i, so it is a
-        multiple of their greatest number."""
+        """A seed that no other prompt, group, env or number has. Choice i gets the seed plus i, so
+        every seed is a multiple of the greatest number of choices."""
         key = _digest([self._salt, group_id, ids, seed])
         if seed is None:
             number = self._equal.pop(key, 0)
@@ -139,17 +152,17 @@ class PromptScorer:
     async def _ask(
         self, ids: list[int], sampling: Sampling, group_id: int, read: Callable[[Reply], T]
     ) -> T:
-        """What ``read`` makes of the answer."""
+        """The result of ``read`` for the answer."""
         if len(ids) < 2 and "prompt_logprobs" in sampling:  # nothing comes before the first
             return read(Reply(prompt_logprobs=[None] * len(ids)))
         work = partial(self._post, ids, sampling, read)
         async with self._slots:
-            found = await self.pool.ask(group_id, work, tries=TRIES)
+            answer = await self.pool.ask(group_id, work, tries=TRIES)
         self._asked.update(requests=1, prompt_tokens=len(ids))
-        return found
+        return answer
 
     async def _post(
-        self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Engine
+        self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Replica
     ) -> T:
         client = engine.client
         limit = engine.client.health.max_model_len

@@ -9,7 +9,8 @@ CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 10.0
 """For ``GET /health``, which an engine answers whatever it does."""
 READ_SECONDS = 300.0
-"""For ``/pause`` and ``/resume``: the engine may finish a long step first."""
+"""For ``/pause`` and ``/resume``: the engine may finish a long step first. One that answers
+``/health`` then is asked again, for ``UPDATE_SECONDS`` in all."""
 UPDATE_SECONDS = 3600.0
 """For ``/update_weights``: a large model from a slow file system. An engine that also answers no
 ``/health`` meanwhile is found hung after ``inference.hang_timeout``, long before."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
 from prime_rl.env.loading import import_tasksets
-from prime_rl.env.rendering import load_tokenizer
+from prime_rl.env.rendering import load_tokenizer, write_renderer
 from prime_rl.errors import PrimeRLError, RunError
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
@@ -23,12 +23,14 @@ from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.proxies import settle
-from prime_rl.registry.calls import facts_of_failure, fault
+from prime_rl.registry.calls import exit_refused, facts_of_failure, fault, watching_coroutines
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.control import stop_asked
+from prime_rl.rundir.directory import read_config
 from prime_rl.rundir.launch import Launch, wait_for_model
+from prime_rl.rundir.logs import set_up_logging
 from prime_rl.rundir.processes import exit_with_parent, hide_from_others, lasting_imports
 from prime_rl.rundir.status import DONE, Status
 from prime_rl.wire.transport import make_sender
@@ -49,15 +51,18 @@ def main() -> None:
     """Run one run's orchestrator. Exits with 0 after the last step, or after a requested stop."""
     exit_with_parent()
     run_dir = Path(sys.argv[1])
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
-    logging.basicConfig(
-        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    config = read_config(run_dir)
+    set_up_logging(config.log.level)
     for notice in settle(os.environ):  # a remote launcher's machine has an environment of its own
         log.warning(notice)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    code = loop.run_until_complete(_supervised(run_dir, config))
+    with watching_coroutines():
+        try:
+            code = loop.run_until_complete(_supervised(run_dir, config))
+        except SystemExit as error:  # in a task of the loop: it ends the loop itself
+            _report(error, Status(run_dir / "status" / "orchestrator.json"))
+            code = 1
     _exit(code)
 
 
@@ -94,7 +99,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if status.last.state != FAILED:
             _report(error, status)
         return 1
@@ -129,7 +134,7 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         import_tasksets((env.label, env.id) for env in envs)
 
     known = Components.load(config.trainer, losses)
-    run = RunContext(config, launch, run_dir, hooks, status, known)
+    run = RunContext(config, launch, run_dir=run_dir, hooks=hooks, status=status, losses=known)
     stop = asyncio.create_task(stop_asked(run_dir))
     async with AsyncExitStack() as stack:
         try:
@@ -143,7 +148,7 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
                 status.report(DONE, last_step=last)  # see ``Stop.result``
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception | SystemExit):
                 _report(error, status)  # before closing, which may take time
             # A cancelled run has not failed, however long its environments take to close.
             is_cancelled = isinstance(error, asyncio.CancelledError)
@@ -173,8 +178,10 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
         is_building = False
 
 
-def _report(error: Exception, status: Status) -> None:
+def _report(error: Exception | SystemExit, status: Status) -> None:
     """The log has the framework's frames too; they stand before the line that the user sees."""
+    if isinstance(error, SystemExit):
+        error = exit_refused(error)
     if not isinstance(error, PrimeRLError):
         log.error("the orchestrator failed", exc_info=error)
     text = fault(error) or str(error)
@@ -199,9 +206,11 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         await wait_for_model(Path(launch.model_path))
 
     engines = build.build_engines(run)
-    for fleet in (engines.fleet, *engines.average):
+    for fleet in engines.fleets:
         stack.push_async_callback(fleet.close)
     shared = build.build_shared(run, engines)
+    stack.push_async_callback(shared.branches.close)
+    write_renderer(run_dir, shared.renderer)
     _choose_chat_template(run, shared.renderer)
     envs = [build.build_train_env(shared, env) for env in config.orchestrator.train.env]
     for env in envs:
@@ -211,6 +220,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup(env.host)
         if isinstance(env.source, ExternalSource):
+            stack.push_async_callback(env.source.source.close)
             await env.source.source.setup(env.host)
 
     monitors = build.build_monitors(config, run.hooks, run_dir)
@@ -223,7 +233,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         stack.push_async_callback(observer.close)
         await observer.setup()
 
-    await _wait_for_models(stack, run, engines, envs)
+    await _wait_for_models(stack, run, engines=engines, envs=envs)
     return orchestrator
 
 
@@ -243,7 +253,7 @@ async def _wait_for_models(
     timeout = run.config.inference.ready_timeout
     outages = engines.outages
     run.status.report("waiting", waiting_for="inference (engine start)")
-    for fleet in (engines.fleet, *engines.average):
+    for fleet in engines.fleets:
         await fleet.wait_ready(timeout)
     outages.changed = lambda: run.status.report(
         "waiting", waiting_for=outages.waiting_for or "models"

@@ -108,5 +108,5 @@ class Failures:
         except Exception as error:
             self.counts[name] = self.counts.get(name, 0) + 1
             if self.counts[name] == 1:
-                found = f"{type(error).__name__}: {error}"
-                log.exception("monitor %r failed at %s; the run goes on: %s", name, when, found)
+                cause = f"{type(error).__name__}: {error}"
+                log.exception("monitor %r failed at %s; the run goes on: %s", name, when, cause)

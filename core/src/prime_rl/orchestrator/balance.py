@@ -23,12 +23,12 @@ head size / parameters. Of a model of about 1B parameters; a larger one has less
 
 def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list[int]]:
     """The samples (or bundles) of each minibatch: whole groups, of about equal work. Fewer than
-    ``number`` if there are fewer groups. ``groups``, ``costs``: of each sample."""
+    ``number`` if there are fewer groups. ``groups``, ``costs``: one for each sample."""
     ids, owners = np.unique(groups, return_inverse=True)
     work = np.asarray(np.bincount(owners, costs), np.float64)
     free = [0] * len(ids)
-    bins = spread(range(len(ids)), work, free, free[:number]) or []
-    return [np.flatnonzero(np.isin(owners, own)).tolist() for own in bins]
+    bins = spread(range(len(ids)), work, lengths=free, room=free[:number]) or []
+    return [np.flatnonzero(np.isin(owners, members)).tolist() for members in bins]
 
 
 def sample_costs(lengths: Sequence[int], attention_flops: float) -> Floats:
@@ -56,7 +56,7 @@ def spread(
         bins[number].append(index)
         heapreplace(heap, (done + work[index], number, free - lengths[index]))
         for other in passed:
-            if other[2] >= smallest:  # else it is full
+            if other[2] >= smallest:  # otherwise it is full
                 heappush(heap, other)
 
     return bins

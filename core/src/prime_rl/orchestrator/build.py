@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,17 +14,27 @@ from prime_rl.config.orchestrator import (
     AlgoSamplingConfig,
     EnvConfig,
     FilterConfig,
+    OrchestratorConfig,
     SourceConfig,
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
-from prime_rl.env.episode import EnvSettings
-from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.orchestrator.buffer import Buffer, FilterSlot
+from prime_rl.env.episode import EnvSettings, ModelEndpoint
+from prime_rl.env.loading import env_hooks
+from prime_rl.env.rendering import load_tokenizer
+from prime_rl.errors import ConfigError
+from prime_rl.inference.fleet import Fleet, FleetOptions, NoFleet
+from prime_rl.orchestrator.agents import make_algorithm, parts_of
+from prime_rl.orchestrator.batch_size import BatchSize
+from prime_rl.orchestrator.branches import Branches
+from prime_rl.orchestrator.buffer import POST, PRE, Buffer, FilterSlot
+from prime_rl.orchestrator.checkpoint import Checkpointing
 from prime_rl.orchestrator.context import (
+    EarlierEngine,
     Engines,
     EnvHost,
+    GroupLimits,
     Outages,
     RunContext,
     Shared,
@@ -33,35 +43,40 @@ from prime_rl.orchestrator.context import (
     rendering_of,
     scorer_over,
 )
+from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.engines import EngineKeeper, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
+from prime_rl.orchestrator.measure import Measurement
 from prime_rl.orchestrator.packer import Packer
-from prime_rl.orchestrator.policy import Policy, WeightWatcher
-from prime_rl.orchestrator.progress import Checkpointing
+from prime_rl.orchestrator.past import PastPolicies
+from prime_rl.orchestrator.policy import LivePolicy, WeightWatcher
 from prime_rl.orchestrator.reporter import Reporter, in_background
 from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
-from prime_rl.plugins.algorithm import Filter
+from prime_rl.plugins.algorithm import Algorithm, Filter
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.model import RendererOffer
 from prime_rl.plugins.observer import Monitor, Observer, ObserverHost
-from prime_rl.plugins.sampler import SampledEnv, Sampler
-from prime_rl.registry.manager import Hooks, scope
+from prime_rl.plugins.sampler import SampledEnv, Sampler, Source
+from prime_rl.registry.manager import Hooks, load_plugins, scope
 from prime_rl.registry.offers import (
-    ALGORITHM,
     FILTER,
     MONITOR,
     OBSERVER,
     RENDERER,
     SAMPLER,
     SOURCE,
+    check_attribution,
     collect,
     make,
+    make_optimizer,
     make_transport,
 )
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, PAST
 from prime_rl.rundir.status import ENGINES, Status
-from prime_rl.weights.versions import AVERAGES, Weights
+from prime_rl.variables import all_headers, check_headers
+from prime_rl.weights.versions import AVERAGES, REFERENCES, Weights
 from prime_rl.wire.transport import Sender
 
 ENV_WORKERS = "prime_rl.env_workers"
@@ -73,42 +88,168 @@ def build_orchestrator(
     """The loop with its observers, in the order in which they are called."""
     run = shared.run
     engines = shared.engines
+    every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
+    measured: dict[TrainEnv, int] = {}
+    for env in envs:
+        steps = every[env.name]
+        if steps is not None:
+            measured[env] = steps
+
+    envs = [env for env in envs if env not in measured]
     reporter = Reporter(run.hooks, monitors)
-    sampler = build_sampler(run.config, run.hooks, envs)
-    buffer = build_buffer(run, envs)
+    curriculum = Curriculum(
+        run.config.orchestrator.train.env,
+        step=lambda: sampling.dispatcher.next_step,
+        last_sent=lambda: buffer.batch.step - 1,
+    )
+    reporter.measured = curriculum.measured
+    sampler = build_sampler(
+        run.config,
+        run.hooks,
+        envs=envs,
+        curriculum=curriculum,
+        rollouts_per_group=lambda env: sampling.dispatcher.rollouts_per_group(env),
+    )
+    size = BatchSize(
+        run.config.orchestrator.batch_size,
+        tokens=run.config.orchestrator.token_batch_size,
+        longest=run.config.seq_len,
+    )
+    buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
+    compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
+    alone = frozenset(env.name for env in envs if not compared[env.name])
     host = ObserverHost(
-        shared,
-        reporter.log,
-        lambda: sampling.dispatcher.num_inflight,
-        environment,
-        lambda: sampling.is_scoring,
-        lambda: sampling.dispatcher.num_waiting,
+        shared=shared,
+        log=reporter.log,
+        num_inflight=lambda: sampling.dispatcher.num_inflight,
+        environment=environment,
+        is_scoring=lambda: sampling.is_scoring,
+        num_waiting=lambda: sampling.dispatcher.num_waiting,
+        scored_alone=lambda env: env in sampling.dispatcher.alone,
+        max_inflight=lambda: sampling.dispatcher.max_inflight,
+        evaluated=curriculum.evaluated,
     )
     installed = build_observers(run, host)
-    sampling = Sampling(run, engines, envs, sampler, buffer, installed)
-    checkpointing = Checkpointing(run, sampler, envs, sampling.dispatcher, buffer)
+    sampling = Sampling(
+        run,
+        engines,
+        envs=envs,
+        sampler=sampler,
+        buffer=buffer,
+        installed=installed,
+        alone=alone,
+        size=size,
+    )
+    sampling.curriculum = curriculum
+    checkpointing = Checkpointing(
+        run,
+        sampler,
+        envs=envs,
+        dispatcher=sampling.dispatcher,
+        buffer=buffer,
+        curriculum=curriculum if curriculum.gates else None,
+    )
+
     observers: list[Observer] = [
         reporter,
         *installed,  # before sampling, which drops what is stale after they held a version back
         checkpointing,
         sampling,
+        *([engines.past] if engines.past else []),
         EngineKeeper(run, engines, installed),
+        *([Measurement(run, measured)] if measured else []),
     ]
-    packer = Packer(run.config, run.launch.num_ranks, run.hooks, run.losses)
-    weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)
+    checkpointing.observers = observers
+    optimizer = make_optimizer(
+        run.config.trainer.optim, load_plugins(TRAINER_GROUP, disabled=run.config.plugins.disabled)
+    )
+    packer = Packer(
+        run.config,
+        run.launch.num_ranks,
+        hooks=run.hooks,
+        losses=run.losses,
+        one_env_per_row=optimizer.weighs_envs,
+    )
+    weights = WeightWatcher(run.run_dir, engines.policy, fleet=engines.fleet, observers=observers)
     weights.announced = wire.announced
+
     reporter.sources += [
         run.waited.take,
         buffer.take_metrics,
         weights.take_metrics,
+        curriculum.take_metrics,
         *(observer.take_metrics for observer in observers),
         *(env.host.take_metrics for env in envs),
         *(env.environment.take_metrics for env in envs),
     ]
+
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
-    return Orchestrator(run, sampling, buffer, packer, wire, weights, observers)
+    return Orchestrator(
+        run,
+        sampling,
+        buffer=buffer,
+        packer=packer,
+        wire=wire,
+        weights=weights,
+        observers=observers,
+        checkpoints=checkpointing,
+    )
+
+
+def compared_by(
+    run: RunContext, envs: Sequence[TrainEnv], sampler: Sampler, buffer: Buffer
+) -> dict[str, list[str]]:
+    """The parts that compare the siblings of a group, by env. Where nothing does, rollouts are
+    handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
+    group, and where no group is left to divide."""
+    of_all = [f"filter {name!r}" for name in buffer.group_filters]
+    if _overrides(sampler, Sampler, "observe", "reject"):
+        of_all.append(f"sampler {sampler.name!r}")
+    for env in envs:
+        source = env.source.source if isinstance(env.source, ExternalSource) else None
+        if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
+            of_all.append(f"the source of env {env.name!r}")
+
+    partial = run.config.orchestrator.partial_groups
+    compared = {}
+    for env in envs:
+        of_groups = []
+        for part in parts_of(env.algorithm):
+            action_loss = part.algorithm.action_loss
+            if run.losses[action_loss].scope == "group":
+                of_groups.append(action_loss)
+        if partial is not None and of_groups:
+            raise ConfigError(
+                f"env {env.name!r}: its loss {of_groups[0]!r} compares whole groups, and "
+                "[orchestrator.partial_groups] divides them. Remove the table, or choose another "
+                "algorithm."
+            )
+
+        mine = env.hooks.implementers("score_group", without=env.algorithm)
+        mine += env.hooks.implementers("wanted_members", without=None) if env.limits else []
+        if partial is not None and env.limits is not None:
+            raise ConfigError(
+                f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
+                "[orchestrator.partial_groups] hands groups on before. Remove the table."
+            )
+        for part in parts_of(env.algorithm):
+            if part.algorithm.compares_siblings:
+                mine.append(f"algorithm {part.algorithm.name!r}")
+        mine += [f"loss {name!r}" for name in of_groups]
+        compared[env.name] = mine + of_all
+
+    if partial is not None and not any(compared.values()):
+        raise ConfigError(
+            "orchestrator.partial_groups: nothing compares the members of a group in any env, so "
+            "each rollout is handed on as soon as it ends, and no group waits. Remove the table."
+        )
+    return compared
+
+
+def _overrides(component: object, base: type, *methods: str) -> bool:
+    return any(getattr(type(component), name) is not getattr(base, name) for name in methods)
 
 
 def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
@@ -116,7 +257,14 @@ def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
     tables = run.config.observers
     names = collect(run.hooks, OBSERVER)
     return [
-        make(OBSERVER, name, tables.get(name, {}), run.hooks, f"observers.{name}", host)
+        make(
+            OBSERVER,
+            name,
+            table=tables.get(name, {}),
+            hooks=run.hooks,
+            where=f"observers.{name}",
+            arguments=(host,),
+        )
         for name in names
     ]
 
@@ -126,34 +274,100 @@ def build_engines(run: RunContext) -> Engines:
     inference = run.config.inference
     table = run.config.weight_broadcast
     launch = run.launch
-    transport = make_transport(table, run.hooks)
-    broadcasts = run.run_dir / "broadcasts"
     key = os.environ.get(ADMIN_KEY, "")
     version = launch.first_step - 1
-    own = inference.base_url is None
-    kept = launch.engines_kept
-    have_first = launch.engine_version == version and not kept
-    timeouts = inference.ready_timeout, inference.hang_timeout
-    options = FleetOptions(launch.served_model_name, own, have_first, *timeouts)
-    fleet = Fleet(
-        launch.engine_urls,
-        key,
-        Weights(launch.first_weights, version),
-        options,
-        delivery=None if transport is None else transport.delivery(broadcasts, table.timeout),
+    check_headers(inference.headers_from_env, "inference")
+    headers = all_headers(inference.headers, inference.headers_from_env)
+    options = FleetOptions(
+        model=launch.served_model_name,
+        own=inference.base_url is None,
+        # Engines that outlived an earlier attempt may have any version.
+        have_first=launch.engine_version == version and not launch.engines_kept,
+        timeout=inference.ready_timeout,
+        hang_timeout=inference.hang_timeout,
+        headers=tuple(headers.items()),
     )
+
+    transport = make_transport(table, run.hooks)
+    delivery = None
+    if transport is not None:
+        delivery = transport.delivery(run.run_dir / "broadcasts", table.timeout)
+    kind = Fleet if run.config.has_engines else NoFleet
+    fleet = kind(
+        launch.engine_urls,
+        admin_key=key,
+        first=Weights(launch.first_weights, version),
+        options=options,
+        delivery=delivery,
+    )
+
     outages = Outages()
     fleet.on_waiting = outages.reporter()
     fleet.names = dict(zip(launch.engine_urls, launch.engine_names, strict=False))
     fleet.on_change = partial(report_engines, fleet, Status(run.run_dir / f"status/{ENGINES}.json"))
     fleet.on_change()
-    path = run.run_dir / AVERAGES / f"step_{version}" if version else launch.initial
-    options = replace(options, have_first=not (version or kept))  # it begins with the first
-    urls = [url for name, url in launch.reference_urls.items() if name == "ema"]
-    average = [Fleet([url], key, Weights(path, version), options) for url in urls]
-    for each in average:
-        each.on_waiting = outages.reporter()
-    return Engines(fleet, Policy(version), outages, average)
+
+    reset = run.config.trainer.reference_reset
+    reference = 0 if launch.checkpoint is None else launch.checkpoint.reference
+    earlier = {}
+    for name, url in launch.reference_urls.items():
+        follows = partial(_earlier_engine, run, url=url, key=key, options=options, outages=outages)
+        if name == "ema":
+            earlier[name] = follows(folder=AVERAGES, version=version, interval=1)
+        elif name == "initial" and (reset is not None or reference):
+            interval = None if reset is None else reset.interval
+            earlier[name] = follows(folder=REFERENCES, version=reference, interval=interval)
+
+    past = _past_policies(run, key, options)
+    if past is not None:
+        past.fleet.on_waiting = outages.reporter()
+    return Engines(fleet, LivePolicy(version), outages=outages, earlier=earlier, past=past)
+
+
+def _earlier_engine(
+    run: RunContext,
+    *,
+    url: str,
+    key: str,
+    options: FleetOptions,
+    outages: Outages,
+    folder: str,
+    version: int,
+    interval: int | None,
+) -> EarlierEngine:
+    """It starts with the policy's first weights, which are those of version 0 of ``folder``."""
+    path = run.run_dir / folder / f"step_{version}" if version else run.launch.initial
+    options = replace(options, have_first=version == 0 and not run.launch.engines_kept)
+    fleet = Fleet([url], admin_key=key, first=Weights(path, version), options=options)
+    fleet.on_waiting = outages.reporter()
+    since = run.launch.first_step - 1
+    return EarlierEngine(
+        fleet, folder=run.run_dir / folder, version=version, interval=interval, since=since
+    )
+
+
+def _past_policies(run: RunContext, key: str, options: FleetOptions) -> PastPolicies | None:
+    """The earlier versions of the policy, if the run has an engine for them."""
+    launch = run.launch
+    table = run.config.orchestrator.past
+    url = launch.reference_urls.get(PAST) or next(iter(table.base_url), None)
+    if url is None:
+        return None
+    starts_first = not table.base_url and not launch.engines_kept
+    options = replace(options, own=not table.base_url, have_first=starts_first)
+    return PastPolicies(
+        run.run_dir,
+        table,
+        fleet=Fleet(
+            [url.removesuffix("/").removesuffix("/v1")],
+            admin_key=key,
+            first=Weights(launch.initial, 0),
+            options=options,
+        ),
+        first=launch.initial,
+        step=launch.first_step - 1,
+        seed=run.config.seed,
+    )
 
 
 def build_shared(run: RunContext, engines: Engines) -> Shared:
@@ -161,21 +375,37 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
     name = run.launch.served_model_name
     key = os.environ[ENGINE_KEY]
-    renderer_named = partial(build_renderer, run.config, run.hooks)
+    renderer_named = partial(build_renderer, run.config, run.hooks, Path(run.launch.model_path))
     renderer = renderer_named()
 
     def salt() -> str:
         return str(engines.policy.version)
 
     scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
+    rendering = cache(partial(rendering_of, Path(run.launch.model_path), renderer))
+    router = EngineRouter(
+        engines.fleet,
+        name,
+        ENGINE_KEY,
+        headers=run.config.inference.headers,
+        headers_from_env=run.config.inference.headers_from_env,
+    )
+    orchestrator = run.config.orchestrator
+    branches = Branches(
+        router,
+        stop_token_ids=lambda: rendering().stop_token_ids(),
+        version=lambda: engines.policy.version,
+        most_inflight=orchestrator.max_inflight_rollouts or orchestrator.max_inflight,
+    )
     return Shared(
         run,
         engines,
-        renderer,
-        renderer_named,
-        cache(partial(rendering_of, Path(run.launch.model_path), renderer)),
-        cache(scores),  # one for all envs: its limit of requests in flight is the run's
-        EngineRouter(engines.fleet, name, ENGINE_KEY),
+        renderer=renderer,
+        renderer_named=renderer_named,
+        rendering=rendering,
+        scores=cache(scores),  # one for all envs: its limit of requests in flight is the run's
+        router=router,
+        branches=branches,
     )
 
 
@@ -183,32 +413,56 @@ def renderer_offer(config: RunConfig, hooks: Hooks, name: str | None = None) -> 
     """The component that ``[orchestrator.renderer]`` names, or ``name`` with its defaults."""
     table = config.orchestrator.renderer
     settings = table.settings if name is None else {}
-    return make(RENDERER, name or table.name, settings, hooks, "orchestrator.renderer")
+    return make(
+        RENDERER, name or table.name, table=settings, hooks=hooks, where="orchestrator.renderer"
+    )
 
 
-def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
-    """The ``renderers`` config object every env renders with; ``name`` requests another one."""
+def build_renderer(config: RunConfig, hooks: Hooks, folder: Path, name: str | None = None) -> Any:
+    """The ``renderers`` config object every env renders with; ``name`` requests another one.
+    ``folder`` has the tokenizer."""
     offer = renderer_offer(config, hooks, name)
-    return offer.build(config.model.name, offer.config.model_dump())
+    tokenizer = partial(load_tokenizer, folder)
+    return offer.build_for(tokenizer, config.model.name, offer.config.model_dump())
 
 
 def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
     """A training env with its scope."""
     config = shared.run.config.orchestrator
     hooks = shared.run.hooks
-    algo = env.algo or config.algo
-    algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
     environment = _environment(shared, env, config.train.harness)
+    algorithm = make_algorithm(env, config.algo, hooks=hooks, agents=environment.agents)
+    rendering = collect(hooks, RENDERER).get(shared.renderer.name)
+    if rendering is not None:
+        for part in parts_of(algorithm):
+            check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
     source = build_source(shared, env, environment)
+    env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
+    limits = None
+    if not source.whole_group:
+        limits = _group_limits(config, env, algorithm=algorithm, hooks=env_scope)
+
     return TrainEnv(
         name=env.label,
         environment=environment,
         source=source,
         algorithm=algorithm,
-        hooks=scope(env.label, hooks, [algorithm]),
+        hooks=env_scope,
         host=EnvHost(env.label, environment, shared),
         group_size=1 if source.whole_group else env.group_size or config.group_size,
+        limits=limits,
     )
+
+
+def _group_limits(
+    config: OrchestratorConfig, env: EnvConfig, algorithm: Algorithm, hooks: Hooks
+) -> GroupLimits | None:
+    """Those of an env in which a plugin decides the size of groups."""
+    if not hooks.decides_sizes:
+        return None
+    size = env.group_size or config.group_size
+    largest = max(size, env.max_group_size or config.max_group_size or size)
+    return GroupLimits(size=largest, trained=min(largest, algorithm.trains_at_most or largest))
 
 
 def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> RolloutSource:
@@ -219,70 +473,106 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     where = f"env {env.label!r}: algo.sampling.source"
     sampling = env.sampling or config.train.sampling
     if isinstance(source, SourceTable):
-        built = make(SOURCE, source.type, source.settings, shared.run.hooks, where)
+        built = make(
+            SOURCE, source.type, table=source.settings, hooks=shared.run.hooks, where=where
+        )
         return ExternalSource(env.label, environment, built)
 
     if isinstance(source, FrozenModel):
         return SampledFrozen(
             env.label,
             environment,
-            source,
-            table.client,
-            sampling,
-            shared.rendering,
-            shared.engines.outages.reporter(),
+            model=source,
+            client=table.client,
+            sampling=sampling,
+            rendering=shared.rendering,
+            on_waiting=shared.engines.outages.reporter(),
         )
 
-    return Sampled(env.label, environment, shared.router, sampling)
+    past = shared.engines.past if env.past_agents else None
+    return Sampled(env.label, environment, router=shared.router, sampling=sampling, past=past)
 
 
 def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
+    engines = shared.engines
+    endpoint = None
+    if isinstance(env, EnvConfig) and env.past_agents and engines.past is not None:
+        (engine,) = engines.past.fleet.engines
+        endpoint = ModelEndpoint(
+            shared.run.launch.served_model_name, f"{engine.url}/v1", api_key_var=ENGINE_KEY
+        )
     settings = EnvSettings.of(
         env,
         default_harness=default_harness,
         renderer=shared.renderer,
         tokenizer_path=Path(shared.run.launch.model_path),
+        past=endpoint,
     )
     shared_number = shared.run.config.orchestrator.env_workers
     if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
         return Environment(settings)
     make_environment = installed(ENV_WORKERS, "prime-rl-env-workers")
-    made: Environment = make_environment(settings, env, shared.run.config, shared.run.run_dir)
+    made: Environment = make_environment(
+        settings, env, config=shared.run.config, run_dir=shared.run.run_dir
+    )
     return made
 
 
-def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
-    """The sampler of ``[orchestrator.sampler]``, over the envs."""
-    table = config.orchestrator.sampler_table
-    where = "orchestrator.sampler" if config.orchestrator.buffer is None else "orchestrator.buffer"
+def build_sampler(
+    config: RunConfig,
+    hooks: Hooks,
+    envs: Sequence[TrainEnv],
+    rollouts_per_group: Callable[[str], float] = lambda env: 1.0,
+    curriculum: Curriculum | None = None,
+) -> Sampler:
+    """The sampler of ``[orchestrator.sampler]``, over the envs. ``rollouts_per_group``: for each
+    env, by its name. ``curriculum``: None: the envs are as in the first step."""
+    table = config.orchestrator.sampler
+    curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
+    tables = {env.label: env for env in config.orchestrator.train.env}
     known = [
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,
-            ratio=configured.ratio,
-            is_ready=env.source.is_ready,
+            ratio=tables[env.name].first_ratio,
+            is_ready=partial(_may_be_sampled, curriculum, env),
             task=env.source.task,
+            rollouts_per_group=partial(rollouts_per_group, env.name),
+            scheduled=partial(curriculum.weight, env.name) if tables[env.name].weight else None,
         )
-        for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
+        for env in envs
     ]
-    return make(SAMPLER, table.type, table.settings, hooks, where, known, config.seed)
+    return make(
+        SAMPLER,
+        table.type,
+        table=table.settings,
+        hooks=hooks,
+        where=SAMPLER.key,
+        arguments=(known, config.seed),
+    )
 
 
-def build_buffer(run: RunContext, envs: Sequence[TrainEnv]) -> Buffer:
+def _may_be_sampled(curriculum: Curriculum, env: TrainEnv) -> bool:
+    return curriculum.is_open(env.name) and env.source.is_ready()
+
+
+def build_buffer(run: RunContext, envs: Sequence[TrainEnv], size: BatchSize) -> Buffer:
     """The buffer with both filter slots."""
     config = run.config.orchestrator
-    pre = "pre_batch_filters"
-    post = "post_batch_filters"
+    pre = build_filters(run.hooks, config.pre_batch_filters, PRE)
+    post = build_filters(run.hooks, config.post_batch_filters, POST)
+    algorithms = [part.algorithm for env in envs for part in parts_of(env.algorithm)]
+    scopes = {run.losses[algorithm.action_loss].scope for algorithm in algorithms}
     return Buffer(
-        batch_size=config.batch_size,
+        size=size,
         max_off_policy_steps=config.max_off_policy_steps,
-        pre=FilterSlot(pre, run.hooks, build_filters(run.hooks, config.pre_batch_filters, pre)),
-        post=FilterSlot(post, run.hooks, build_filters(run.hooks, config.post_batch_filters, post)),
+        pre=FilterSlot(PRE, run.hooks, pre),
+        post=FilterSlot(POST, run.hooks, post),
         max_empty_batches=config.max_empty_batches,
         first_step=run.launch.first_step,
-        whole_groups=any(run.losses[e.algorithm.action_loss].scope == "group" for e in envs),
+        whole_groups="group" in scopes or bool(run.losses.heads_of_groups),
     )
 
 
@@ -291,12 +581,18 @@ def build_filters(
 ) -> list[tuple[Filter, bool]]:
     """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
     where = f"orchestrator.{slot}"
-    return [(make(FILTER, c.type, c.settings, hooks, where), c.enforce) for c in configs]
+    return [
+        (make(FILTER, each.type, table=each.settings, hooks=hooks, where=where), each.enforce)
+        for each in configs
+    ]
 
 
 def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
     """Every monitor that has a table."""
-    return [
-        in_background(make(MONITOR, name, table, hooks, f"monitors.{name}", run_dir))
-        for name, table in config.monitors.items()
-    ]
+    monitors = []
+    for name, table in config.monitors.items():
+        where = f"monitors.{name}"
+        made = make(MONITOR, name, table=table, hooks=hooks, where=where, arguments=(run_dir,))
+        monitors.append(in_background(made))
+
+    return monitors

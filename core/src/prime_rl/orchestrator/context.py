@@ -12,20 +12,29 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.contract import FrozenModel
+from prime_rl.config.contract import FrozenModel, SamplingConfig
+from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.entries import entries
 from prime_rl.env.environment import Environment
-from prime_rl.errors import ConfigError
+from prime_rl.errors import BranchFailed, ConfigError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, FrozenPool
-from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.branches import Branches, seed_of
+from prime_rl.orchestrator.past import PastModel, PastPolicies
+from prime_rl.orchestrator.policy import LivePolicy
 from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.orchestrator.sources import RolloutSource
-from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel, Tokens
+from prime_rl.plugins.algorithm import (
+    Algorithm,
+    Completion,
+    LiveSampling,
+    ReferenceModel,
+    Tokens,
+)
 from prime_rl.registry.components import Components, installed_losses
 from prime_rl.registry.manager import Hooks
-from prime_rl.rollout import Sample
+from prime_rl.rollout import Prefix, Rollout, Sample
 from prime_rl.rundir.launch import ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
 
@@ -70,7 +79,8 @@ class Outages:
         """Called when an endpoint goes or comes back."""
 
     def reporter(self) -> Callable[[str | None], None]:
-        """For one pool: call it with what the pool waits for, and with None when that is over."""
+        """For one pool: call it with the reason why the pool waits, and with None when it no longer
+        waits."""
         return partial(self._report, object())
 
     def _report(self, pool: object, text: str | None) -> None:
@@ -85,16 +95,47 @@ class Outages:
         return "; ".join(dict.fromkeys(self.texts.values())) or None
 
 
+@dataclass(eq=False)
+class EarlierEngine:
+    """An engine that serves earlier weights of the policy, and other ones as the run goes on."""
+
+    fleet: Fleet
+    folder: Path
+    """Where the trainer publishes them, by version."""
+    version: int = 0
+    """What it serves."""
+    interval: int | None = 1
+    """It loads the versions that this divides; None: none."""
+    since: int = 0
+    """The version that the run goes on from: the trainer publishes what is due later."""
+
+    async def follow(self, version: int) -> None:
+        """Load what belongs to the policy's ``version``."""
+        due = version - version % self.interval if self.interval else 0
+        if due > max(self.version, self.since):
+            await self.fleet.update_weights(self.folder / f"step_{due}", due)
+            self.version = due
+
+
 @dataclass(frozen=True, eq=False)
 class Engines:
     """The engines that sample from the policy, and which version they serve."""
 
     fleet: Fleet
-    policy: Policy
+    policy: LivePolicy
     outages: Outages
     """Endpoints that a request waits for."""
-    average: Sequence[Fleet] = ()
-    """One for ``host.ema``, if an algorithm asks for it."""
+    earlier: Mapping[str, EarlierEngine] = field(default_factory=dict)
+    """Those for ``host.ema`` (``ema``) and, if the reference changes, ``host.initial``
+    (``initial``), if an algorithm asks for them."""
+    past: PastPolicies | None = None
+    """Earlier versions, if an agent or an algorithm meets them."""
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        """All of them."""
+        past = [] if self.past is None else [self.past.fleet]
+        return [self.fleet, *(each.fleet for each in self.earlier.values()), *past]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +154,8 @@ class Shared:
     """The live policy to score with (``scorer_over``)."""
     router: EngineRouter
     """The live policy to sample from."""
+    branches: Branches
+    """Episodes from the middle of a rollout."""
 
 
 def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
@@ -152,10 +195,18 @@ class EnvHost:
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
 
     @property
+    def _table(self) -> EnvConfig:
+        """``[[orchestrator.train.env]]`` of this env."""
+        envs = self._shared.run.config.orchestrator.train.env
+        return next(env for env in envs if env.label == self.env)
+
+    @property
+    def _sampling(self) -> SamplingConfig:
+        return self._table.sampling or self._shared.run.config.orchestrator.train.sampling
+
+    @property
     def max_completion_tokens(self) -> int | None:
-        train = self._shared.run.config.orchestrator.train
-        own = next((env.sampling for env in train.env if env.label == self.env), None)
-        return (own or train.sampling).max_completion_tokens
+        return self._sampling.max_completion_tokens
 
     @property
     def step(self) -> int:
@@ -175,6 +226,70 @@ class EnvHost:
     def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
         return self.policy.generate
 
+    async def rollout(self, prefix: Prefix, *, number: int = 0) -> Rollout:
+        """Go on from the middle of a rollout. Raises ``BranchFailed`` and ``ConfigError``."""
+        run = self._shared.run
+        sampling = self._sampling_of_branches()
+        self._asked["branches"] += 1
+        try:
+            branch = await self._shared.branches.rollout(
+                prefix,
+                self._environment,
+                sampling=sampling,
+                seed=seed_of(run.config.seed, prefix, number),
+                seq_len=run.config.seq_len,
+            )
+        except BranchFailed:
+            self._asked["failed_branches"] += 1
+            raise
+        self._asked["sampled_tokens"] += branch.num_trainable_tokens
+        return branch
+
+    async def reward(self, sample: Sample, rollout: Rollout) -> float:
+        """The env's reward of a sample. Raises ``BranchFailed`` and ``ConfigError``."""
+        sampling = self._sampling_of_branches()
+        self._asked["rewards"] += 1
+        return await self._shared.branches.reward(
+            sample, rollout, self._environment, sampling=sampling
+        )
+
+    def _sampling_of_branches(self) -> SamplingConfig:
+        """Raises ``ConfigError`` for an env without branches."""
+        fault = None
+        if len(self.agents) != 1:
+            fault = f"it has the agents {', '.join(self.agents)}, and a record has one of them"
+        elif self._table.address:
+            fault = "its workers are elsewhere (address), and branches listen on this machine only"
+        if fault is not None:
+            raise ConfigError(
+                f"env {self.env!r} cannot go on from the middle of a rollout: {fault}."
+            )
+        return self._sampling
+
+    def live(self, *, max_concurrency: int) -> LiveSampling:
+        """The live policy for a source that talks to it itself."""
+        from prime_rl.env.rendering import new_renderer, vocab_size_of
+        from prime_rl.env.traces import rollout_of
+
+        run = self._shared.run
+        orchestrator = run.config.orchestrator
+        model_path = Path(run.launch.model_path)
+        temperature = self._sampling.temperature
+        lent: Any = self.policy
+        return LiveSampling(
+            policy=lent.beside(max_concurrency),
+            renderer=new_renderer(model_path, self._shared.renderer),
+            temperature=temperature,
+            group_size=self._table.group_size or orchestrator.group_size,
+            max_off_policy_steps=orchestrator.max_off_policy_steps,
+            rollout=partial(
+                rollout_of,
+                env=self.env,
+                temperature=temperature,
+                vocab_size=vocab_size_of(model_path),
+            ),
+        )
+
     def _lend(self, model: Any) -> ReferenceModel:
         salt = f"{self._shared.run.config.seed} {self.env}"
         lent: ReferenceModel = model.lend(
@@ -190,6 +305,9 @@ class EnvHost:
 
     @cached_property
     def initial(self) -> ReferenceModel:
+        engine = self._shared.engines.earlier.get("initial")
+        if engine is not None:
+            return self._lend_earlier(engine)
         run = self._shared.run
         model = run.config.orchestrator.initial
         url = run.launch.reference_urls.get("initial")
@@ -203,14 +321,39 @@ class EnvHost:
 
     @cached_property
     def ema(self) -> ReferenceModel:
+        engine = self._shared.engines.earlier.get("ema")
+        if engine is None:
+            raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
+        return self._lend_earlier(engine)
+
+    def _lend_earlier(self, engine: EarlierEngine) -> ReferenceModel:
+        return self._lend(
+            scorer_over(
+                engine.fleet,
+                self._shared.run.launch.served_model_name,
+                api_key=os.environ[ENGINE_KEY],
+                cache_salt=lambda: str(engine.version),
+            )
+        )
+
+    def past(self, version: int) -> ReferenceModel:
+        """The policy at an earlier version. Raises ``ConfigError`` where the run keeps none."""
+        pool = self._past
         name = self._shared.run.launch.served_model_name
         key = os.environ[ENGINE_KEY]
-        fleets = self._shared.engines.average
-        if not fleets:
-            raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
-        return self._lend(
-            scorer_over(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
-        )
+        scorer = scorer_over(pool.fleet, name, api_key=key, cache_salt=lambda: f"past {version}")
+        return PastModel(pool, version, self._lend(scorer))
+
+    @property
+    def past_versions(self) -> tuple[int, ...]:
+        return self._past.versions
+
+    @property
+    def _past(self) -> PastPolicies:
+        past = self._shared.engines.past
+        if past is None:
+            raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_past")
+        return past
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
@@ -264,6 +407,10 @@ class EnvHost:
         return tuple(env.label for env in self._shared.run.config.orchestrator.train.env)
 
     @property
+    def has_checkpoints(self) -> bool:
+        return self._shared.run.config.ckpt.enabled
+
+    @property
     def num_examples(self) -> int | None:
         return self._environment.num_examples
 
@@ -289,7 +436,17 @@ class EnvHost:
             await pool.close()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class GroupLimits:
+    """Limits of the groups of an env in which a plugin decides how many members a group has."""
+
+    size: int
+    """Members that a group may have."""
+    trained: int
+    """Those of them that may train."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TrainEnv:
     """One training environment: the source of its rollouts, and the algorithm that credits them."""
 
@@ -302,3 +459,5 @@ class TrainEnv:
     host: EnvHost
     group_size: int
     """Requests per group: 1 where one request brings the whole group."""
+    limits: GroupLimits | None = None
+    """None: its groups have ``group_size`` members."""

@@ -2,7 +2,13 @@
 
 Each dispatched rollout is accounted for exactly once: it arrives finished, it arrives failed, or
 its group is cancelled. A group is handed on when all its members are accounted for; a stale group
-is voided whole.
+is voided whole. There are three exceptions:
+
+    alone            where nothing compares siblings, each rollout is handed on as it ends
+    wanted           a plugin decides how many members a group has, by its first members: further
+                     ones are requested, up to a limit whose places the group keeps, or siblings
+                     are stopped
+    partial_groups   a group is handed on once so many of its members have finished
 
 Pacing comes before dropping: ``admission`` decides which groups open and which complete ones the
 batch gets, such that nothing is requested that could not train in time.
@@ -15,24 +21,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 
 import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.admission import (
-    Admission,
-    InflightLimit,
-    Standing,
-    Ticket,
-    inflight_limit,
-)
+from prime_rl.orchestrator.admission.admission import Admission, Standing
+from prime_rl.orchestrator.admission.inflight import InflightLimit, inflight_limit
+from prime_rl.orchestrator.admission.rate import RateLimit
+from prime_rl.orchestrator.admission.reach import KnownLead
+from prime_rl.orchestrator.admission.tickets import Ticket
+from prime_rl.orchestrator.batch_size import BatchSize
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.context import Engines, TrainEnv
+from prime_rl.orchestrator.context import Engines, GroupLimits, TrainEnv
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -43,26 +48,49 @@ CANCEL_SECONDS = 10.0
 
 @dataclass(eq=False, kw_only=True)
 class OpenGroup(Ticket):
-    """A group in flight: what was requested, and what has come back."""
+    """Members of a group that are handed on together: what was requested, and what has come back.
+
+    These are all members, one where rollouts are handed on alone, or a part of a partial group.
+    """
 
     env: TrainEnv
+    group_id: int
     example_id: int
+    requested: Sequence[int]
+    """The numbers of its members in the group."""
+    unstarted: list[int] = field(default_factory=list)
+    """Those that wait until fewer rollouts are in flight."""
+    num_judged: int = 0
+    """Members, from the first, by which a plugin has decided on the size of the group."""
     members: dict[int, Sequence[Rollout] | None] = field(default_factory=dict)
-    """What each member gave, by its number: one rollout per trainable agent. None: it failed."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """The rollouts of each member, by its number: one rollout per trainable agent. None: it
+    failed."""
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """The tasks of the members in flight, by number."""
     cancelled: bool = False
+    num_cut_off: int = 0
+    """Members without which it is handed on: cancelled, or left out after they had ended."""
 
     @property
     def ages(self) -> bool:
         return self.env.source.is_live
 
     @property
+    def is_back(self) -> bool:
+        """Whether all its members have come back."""
+        return len(self.members) == len(self.requested)
+
+    @property
     def num_inflight(self) -> int:
-        return self.size - len(self.members)
+        return len(self.requested) - len(self.members) - len(self.unstarted)
 
     @property
     def num_failed(self) -> int:
         return sum(rollouts is None for rollouts in self.members.values())
+
+    @property
+    def num_finished(self) -> int:
+        return len(self.members) - self.num_failed
 
     @property
     def survivors(self) -> list[Rollout]:
@@ -70,12 +98,14 @@ class OpenGroup(Ticket):
         return [r for _, rollouts in sorted(self.members.items()) for r in rollouts or ()]
 
 
-class RequestedGroup(msgspec.Struct, frozen=True):
+class RequestedGroup(msgspec.Struct):
     """A group that no batch has got yet: a resumed run requests it again."""
 
     group_id: int
     env: str
     example: int
+    members: list[int] | None = None
+    """Their numbers. None: all of the group."""
 
 
 class Requested(msgspec.Struct):
@@ -86,6 +116,10 @@ class Requested(msgspec.Struct):
     waiting: list[RequestedGroup]
     yields: dict[str, float]
     """Rollouts that a member of each env brought when last seen."""
+    lead: KnownLead | None = None
+    """None: the file is of a version that did not save it."""
+    tokens: dict[str, float] = {}
+    """Tokens of a rollout by env, where a batch counts tokens."""
 
 
 class Dispatcher:
@@ -99,28 +133,50 @@ class Dispatcher:
         envs: Sequence[TrainEnv],
         next_group: Callable[[], tuple[TrainEnv, int]],
         run_rollout: Callable[[OpenGroup, int], Awaitable[Sequence[Rollout] | None]],
+        alone: Collection[str] = (),
+        size: BatchSize | None = None,
+        wanted: Callable[[OpenGroup], int] | None = None,
     ) -> None:
         """``next_group``: the env and the example of the next group. ``run_rollout``: sample a
-        member of a group, by its number; None: it failed."""
+        member of a group, by its number; None: it failed. ``alone``: the envs in which nothing
+        compares siblings. ``size``: the size of a batch; None: ``batch_size`` rollouts. ``wanted``:
+        how many members a group shall have, for envs with ``limits``."""
+        self._size = size or BatchSize(config.orchestrator.batch_size)
         self._engines = engines
         self._buffer = buffer
         self._envs = {env.name: env for env in envs}
         self._next_group = next_group
         self._run_rollout = run_rollout
+        self._wanted = wanted
         self._config = config.orchestrator
+        # In a synchronous run, the whole batch waits anyway, and groups keep their order.
+        self.alone = frozenset(alone if self._config.max_off_policy_steps else ())
+        """Envs whose rollouts are handed on alone."""
         self._yields: dict[str, float] = {}
         self.admission = Admission(
-            batch_size=self._config.batch_size,
+            batch_size=self._size.places,
             max_off_policy_steps=self._config.max_off_policy_steps,
             max_steps=config.max_steps,
             oversampling_factor=self._config.oversampling_factor,
             places=self._places,
+            unit=self._size.expected,
         )
+        self._rates = {
+            env.label: RateLimit(env.tasks_per_minute)
+            for env in self._config.train.env
+            if env.tasks_per_minute is not None
+        }
+        self.rate_limited: str | None = None
+        """The env whose ``tasks_per_minute`` keeps a group from opening now, if one does."""
         self._wake = asyncio.Event()
         self._chosen: dict[int, OpenGroup] = {}
-        """Groups that are not open yet."""
+        """Groups that are not open yet, by the number of the ticket."""
         self._open: dict[int, OpenGroup] = {}
-        """Groups that are open and not taken in."""
+        """Open groups that no batch has taken."""
+        self._growing: dict[int, OpenGroup] = {}
+        """Open groups with members that are not started."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Wait for members that were cut off."""
         self._inflight = 0
         self._opened = 0
         self._crash: BaseException | None = None
@@ -138,7 +194,7 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Rollouts of groups that are not taken in yet."""
-        return self.admission.num_open
+        return self.admission.tickets.num_open
 
     @property
     def versions_behind(self) -> list[int]:
@@ -155,13 +211,14 @@ class Dispatcher:
 
     def taken(self, group: OpenGroup) -> None:
         """An arrived group is buffered or dropped now."""
-        del self._open[group.group_id]
+        del self._open[group.number]
         self.admission.remove(group)
         survivors = group.survivors
+        self._size.came_back(group.env.name, survivors)
         if survivors:
-            num_finished = group.size - group.num_failed
-            self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
+            self._yields[group.env.name] = max(1.0, len(survivors) / group.num_finished)
 
+        # A synchronous run requests back-fill here, at a fixed point: not when `run` wakes.
         if self.admission.in_order:
             self._open_groups()
         self.wake()
@@ -180,19 +237,42 @@ class Dispatcher:
     @property
     def requested(self) -> Requested:
         """What a resumed run needs to request the same groups, each once."""
-        groups = [(self._open | self._chosen)[number] for number in self.admission.tickets]
-        waiting = [RequestedGroup(g.group_id, g.env.name, g.example_id) for g in groups]
-        return Requested(self._opened, waiting, dict(self._yields))
+        groups = self._open | self._chosen
+        waiting: list[RequestedGroup] = []
+        alone: dict[int, RequestedGroup] = {}
+        for group in (groups[number] for number in self.admission.tickets.all):
+            again = RequestedGroup(group.group_id, group.env.name, group.example_id)
+            if group.env.name in self.alone:
+                again = alone.setdefault(group.group_id, again)
+            # The parts of a group are one request, in the place of the first.
+            if again.members is None:
+                again.members = []
+                waiting.append(again)
+            again.members += group.requested
+
+        for again in waiting:
+            env = self._envs[again.env]
+            # One that has grown begins again, and grows again by the same rollouts.
+            if env.limits or len(again.members or ()) == env.group_size:
+                again.members = None  # the file has no more than it needs
+
+        known = self.admission.leads.known
+        tokens = dict(self._size.means)
+        return Requested(self._opened, waiting, dict(self._yields), lead=known, tokens=tokens)
 
     def resume(self, requested: Requested) -> None:
         """Continue the count of groups, and request those in flight first. Before ``run``."""
         self._opened = requested.groups_opened
-        for group in requested.waiting:
-            if group.env in self._envs:
-                self._choose(group.group_id, self._envs[group.env], group.example)
-        gone = len(requested.waiting) - len(self._chosen)
+        here = [group for group in requested.waiting if group.env in self._envs]
+        for group in here:
+            env = self._envs[group.env]
+            self._choose(group.group_id, env, group.example, members=group.members)
+        gone = len(requested.waiting) - len(here)
         if gone:
             log.warning("%d groups that were in flight are of envs that are gone", gone)
+        if requested.lead is not None:
+            self.admission.leads.resume(requested.lead)
+        self._size.resume({env: x for env, x in requested.tokens.items() if env in self._envs})
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
 
     # -- opening groups ---------------------------------------------------------------------------
@@ -205,21 +285,28 @@ class Dispatcher:
             self._wake.clear()
             # While nothing comes back, the groups in flight turn out to be the long ones.
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.admission.look_again):
+                async with asyncio.timeout(self._look_again()):
                     await self._wake.wait()
         raise self._crash
+
+    def _look_again(self) -> float | None:
+        """Seconds until groups may open without anything else happening; None: never."""
+        seconds = [self.admission.leads.look_again]
+        if self.rate_limited is not None:
+            seconds.append(self._rates[self.rate_limited].wait(self._clock()))
+        return min((each for each in seconds if each is not None), default=None)
 
     @property
     def limit(self) -> InflightLimit:
         """Rollouts that may be sampled at once. At least a group fits."""
         is_synchronous = self.admission.in_order
-        serving = getattr(self._engines.fleet, "serving", ())
+        serving = self._engines.fleet.serving
         return inflight_limit(
             self._config.max_inflight_rollouts,
             [engine.client.health.capacity for engine in serving],
             synchronous=self._config.max_inflight if is_synchronous else None,
-            batch_size=self._config.batch_size,
-            longest_lead=self.admission.longest_lead,
+            batch_size=ceil(self.admission.leads.rollouts_per_batch),
+            demands=self.admission.leads.demands,
         )
 
     @property
@@ -228,11 +315,16 @@ class Dispatcher:
         return self.limit.number
 
     def room(self) -> int:
-        """How many more rollouts may be dispatched now. A group is opened while this is
-        positive."""
+        """A group is opened while this is positive: places that are left, or rollouts that may
+        still be sampled at once."""
         if self._engines.fleet.asleep:
             return 0
         return min(self.admission.room(self._standing), self.max_inflight - self.num_inflight)
+
+    @property
+    def next_step(self) -> int:
+        """The batch that a group chosen now is for, by its place in the sequence of batches."""
+        return self.admission.next_step(self._standing)
 
     @property
     def _standing(self) -> Standing:
@@ -244,57 +336,102 @@ class Dispatcher:
             num_inflight=self.num_inflight,
         )
 
-    def _places(self, env: str, members: int) -> float:
+    def rollouts_per_group(self, env: str) -> float:
+        """What a group of the env brings, as last seen."""
+        of = self._envs[env]
+        return self._rollouts(env, of.limits.trained if of.limits else of.group_size)
+
+    def _rollouts(self, env: str, members: int) -> float:
         """Rollouts that members of groups will bring: at first one per agent of their env."""
         return members * self._yields.get(env, len(self._envs[env].host.agents))
 
+    def _places(self, env: str, members: int) -> float:
+        """Places in batches that these take."""
+        return self._rollouts(env, members) * self._size.expected(env)
+
     def _open_groups(self) -> None:
+        # Engines sleep only where the trainer takes their GPUs in turn.
         if self._engines.fleet.asleep:
-            self.admission.in_turn = True
+            self.admission.leads.in_turn = True
             return
 
+        self.rate_limited = None
         self.admission.measure(self._engines.policy.version, self._clock())
         limit = self.limit
         most = limit.number
+        # A limit that comes from the lead must not bound the lead: neither would grow.
         self.admission.most_inflight = inf if limit.follows_lead else most
+        # First the members that open groups lack: their siblings wait for them.
+        self._start_more(most)
         for ticket in self.admission.to_open(self._standing):
             if self.num_inflight >= most:
                 return
-            self._open_group(self._chosen[ticket.group_id])
+            self._open_in_time(self._chosen[ticket.number])
 
         while self.room() > 0:
             env, example_id = self._next_group()
-            group = self._choose(self._opened, env, example_id)
+            groups = self._choose(self._opened, env, example_id)
             self._opened += 1
-            if self.admission.is_near(group, self._standing):
-                self._open_group(group)
+            for group in groups:
+                if self.admission.is_near(group, self._standing):
+                    self._open_in_time(group)
 
     @staticmethod
     def _clock() -> float:
-        """The event loop's, so that a test can simulate a run."""
+        """The event loop's clock, so that a test can simulate a run."""
         return asyncio.get_running_loop().time()
 
-    def _choose(self, group_id: int, env: TrainEnv, example_id: int) -> OpenGroup:
-        group = OpenGroup(
-            group_id=group_id,
-            env_name=env.name,
-            size=env.group_size,
-            env=env,
-            example_id=example_id,
-        )
-        self._chosen[group_id] = group
-        self.admission.choose(group)
-        return group
+    def _choose(
+        self, group_id: int, env: TrainEnv, example_id: int, members: Sequence[int] | None = None
+    ) -> list[OpenGroup]:
+        """``members``: those that are requested again. None: the whole group."""
+        numbers = range(env.group_size) if members is None else members
+        parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
+        groups = []
+        for part in parts:
+            group = OpenGroup(
+                env_name=env.name,
+                size=env.limits.trained if env.limits else len(part),
+                env=env,
+                group_id=group_id,
+                example_id=example_id,
+                requested=part,
+            )
+            self.admission.choose(group)
+            self._chosen[group.number] = group
+            groups.append(group)
+
+        return groups
+
+    def _open_in_time(self, group: OpenGroup) -> None:
+        """Open it, unless its env has opened enough in the last minute: it keeps its place, and
+        opens later. In a synchronous run those behind it wait too, since groups keep their
+        order."""
+        if self.admission.in_order and self.rate_limited is not None:
+            return
+        rate = self._rates.get(group.env.name)
+        if rate is None:
+            self._open_group(group)
+            return
+
+        wait = rate.wait(self._clock())
+        if not wait:
+            rate.open(self._clock(), len(group.requested) / group.env.group_size)
+            self._open_group(group)
+        # Of several such envs the one that may open first: `run` looks again then.
+        elif self.rate_limited is None or wait < self._rates[self.rate_limited].wait(self._clock()):
+            self.rate_limited = group.env.name
 
     def _open_group(self, group: OpenGroup) -> None:
-        self._open[group.group_id] = self._chosen.pop(group.group_id)
+        self._open[group.number] = self._chosen.pop(group.number)
         self.admission.open(group, self._engines.policy.version, self._clock())
-        self._inflight += group.size
-        self.counts["dispatched"] += group.size
-        for index in range(group.size):
-            task = asyncio.create_task(self._member(group, index))
-            group.tasks.add(task)
-            task.add_done_callback(group.tasks.discard)
+        for index in group.requested:
+            self._start(group, index)
+
+    def _start(self, group: OpenGroup, index: int) -> None:
+        self._inflight += 1
+        self.counts["dispatched"] += 1
+        group.tasks[index] = asyncio.create_task(self._member(group, index))
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
@@ -303,20 +440,122 @@ class Dispatcher:
             self._fail(error)
             return
         except asyncio.CancelledError:
-            if not group.cancelled:  # without this, the group would never complete
+            if not self._is_stopped(group, index):  # without this, it would never complete
                 reason = "was cancelled from inside its environment"
                 self._fail(RunError(f"a rollout of group {group.group_id} {reason}"))
             raise
 
-        group.members[index] = rollouts
-        self._inflight -= not group.cancelled
+        is_stopped = self._is_stopped(group, index)
+        # A stopped member was subtracted when it was stopped.
+        self._inflight -= not is_stopped
         self.counts["failed" if rollouts is None else "finished"] += 1
         self.admission.pace.count(self._inflight, self._clock())
-        if not (group.num_inflight or group.cancelled):
-            self.admission.complete(group, self._clock())
+        if is_stopped:
+            return
+
+        group.members[index] = rollouts
+        del group.tasks[index]
+        if group.env.limits:
+            try:
+                self._judge(group, group.env.limits)
+            except Exception as error:
+                self._fail(error)
+                return
+
+        if group.is_back:
+            # It kept places for as many members as could train: the rest is free for others.
+            size = min(group.size, group.num_finished) if group.env.limits else None
+            self.admission.complete(group, self._clock(), size)
+            self._hand_on()
+        elif self._is_enough(group):
+            self._split(group)
             self._hand_on()
 
         self._wake.set()
+
+    @staticmethod
+    def _is_stopped(group: OpenGroup, index: int) -> bool:
+        """Whether the rollout of the current task is not waited for any more."""
+        return group.cancelled or group.tasks.get(index) is not asyncio.current_task()
+
+    # -- groups whose size a plugin decides -------------------------------------------------------
+
+    def _judge(self, group: OpenGroup, limits: GroupLimits) -> None:
+        """Ask how many members the group shall have, after each member in the order of the numbers:
+        what came back first does not decide."""
+        assert self._wanted is not None
+        while group.num_judged < len(group.requested) and group.num_judged in group.members:
+            group.num_judged += 1
+            wanted = self._wanted(group)
+            self._resize(group, min(max(wanted, group.num_judged), limits.size))
+
+    def _resize(self, group: OpenGroup, size: int) -> None:
+        """Request further members of an open group, or stop those from number ``size`` on."""
+        before = len(group.requested)
+        group.requested = range(size)
+        group.unstarted = [number for number in group.unstarted if number < size]
+        group.unstarted += range(before, size)
+        if group.unstarted:
+            self._growing[group.number] = group
+        if size >= before:
+            return
+
+        # By number, not by what has ended: how long a reply takes must not choose the members.
+        ended = [number for number in group.members if number >= size]
+        for number in ended:
+            del group.members[number]
+        stopped = [number for number in group.tasks if number >= size]
+        tasks = {group.tasks.pop(number): group.env.name for number in stopped}
+        for task in tasks:
+            task.cancel()
+        group.num_cut_off += len(ended) + len(tasks)
+        self._inflight -= len(tasks)
+        self._end_later(tasks)
+
+    def _start_more(self, most_inflight: int) -> None:
+        """Start members that open groups have asked for, the oldest group's first, until so many
+        rollouts are in flight."""
+        for number, group in sorted(self._growing.items()):
+            while group.unstarted and self._inflight < most_inflight:
+                self._start(group, group.unstarted.pop(0))
+            if not group.unstarted:
+                del self._growing[number]
+
+    # -- partial groups ---------------------------------------------------------------------------
+
+    def _is_enough(self, group: OpenGroup) -> bool:
+        """Whether what has finished is handed on as a group."""
+        partial = self._config.partial_groups
+        if partial is None or group.num_finished < partial.at_least:
+            return False
+        # A group is split once.
+        return len(group.requested) == group.env.group_size and group.ages
+
+    def _split(self, group: OpenGroup) -> None:
+        """The rollouts that have come back become a complete group of their own. The rest goes on
+        as another one, or is cancelled."""
+        partial = self._config.partial_groups
+        assert partial is not None
+        part = OpenGroup(
+            env_name=group.env_name,
+            size=len(group.members),
+            env=group.env,
+            group_id=group.group_id,
+            example_id=group.example_id,
+            requested=[*group.members],
+            members=group.members,
+        )
+        self.admission.split(group, part, self._clock())
+        # The rest stays in the object that the tasks in flight hold.
+        group.requested = [number for number in group.requested if number not in part.members]
+        group.members = {}
+        self._open[part.number] = part
+        self._open[group.number] = group
+        self.counts["partial_groups"] += 1
+        if partial.rest == "cancel":
+            # The rest has that size since `admission.split`.
+            part.num_cut_off = group.size
+            self._end_later(self._void([group]))
 
     def _fail(self, error: BaseException) -> None:
         self._crash = error
@@ -325,43 +564,67 @@ class Dispatcher:
     def _hand_on(self) -> None:
         """Give complete groups to the loop."""
         for ticket in self.admission.hand_on(self._standing, self._clock()):
-            self.arrivals.put_nowait(self._open[ticket.group_id])
+            self.arrivals.put_nowait(self._open[ticket.number])
 
     # -- cancelling groups ------------------------------------------------------------------------
 
     async def drop_stale(self, version: int) -> Counter[str]:
         """Void the groups in flight that would be too old for any batch trained on ``version``.
         Returns the number of their rollouts by env."""
+        # The next batch is version + 1, and trains rollouts version - policy_version steps old.
         oldest = version - self._config.max_off_policy_steps
+        # A group that is back is the buffer's to judge: its batch counts it as stale.
         stale = [
             group
             for group in self._open.values()
-            if group.num_inflight and group.policy_version < oldest and group.env.source.is_live
+            if not group.is_back and group.policy_version < oldest and group.env.source.is_live
         ]
         await self._cancel(stale)
         self.wake()
-        return sum((Counter({group.env.name: group.size}) for group in stale), Counter[str]())
+        lost = Counter[str]()
+        # Members that had come back are lost with their group.
+        for group in stale:
+            lost[group.env.name] += len(group.requested)
+        return lost
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
         await self._cancel([group for group in self._open.values() if not group.handed_on])
+        await asyncio.gather(*self._ending)
 
     async def _cancel(self, groups: Sequence[OpenGroup]) -> None:
-        """Void groups, all before anything is awaited: none of them can complete meanwhile."""
+        await self._end(self._void(groups))
+
+    def _void(self, groups: Sequence[OpenGroup]) -> dict[asyncio.Task[None], str]:
+        """Cancel groups, all before anything is awaited: none of them can complete meanwhile.
+        Returns the tasks that have to end, with their env."""
         for group in groups:
+            # From here on `_member` counts none of its tasks as in flight.
             group.cancelled = True
-            del self._open[group.group_id]
+            del self._open[group.number]
+            self._growing.pop(group.number, None)
             self.admission.cancel(group, self._clock())
             self._inflight -= group.num_inflight
 
-        pending = {task: group.env.name for group in groups for task in group.tasks}
+        pending = {task: group.env.name for group in groups for task in group.tasks.values()}
         for task in pending:
             task.cancel()
+        return pending
+
+    def _end_later(self, pending: Mapping[asyncio.Task[None], str]) -> None:
+        """Count cancelled tasks once they have ended."""
+        ending = asyncio.create_task(self._end(pending))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _end(self, pending: Mapping[asyncio.Task[None], str]) -> None:
+        """Until cancelled tasks have ended, and count them."""
         if not pending:
             return
         done, stuck = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         if stuck:
             log.warning("%d cancelled rollouts do not end; going on without them", len(stuck))
+        # `_member` has counted those that ended by themselves, as finished or failed.
         gone = [*(task for task in done if task.cancelled()), *stuck]
         self.counts["cancelled"] += len(gone)
         self.cancelled.update(pending[task] for task in gone)

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl.inference.client import NoAnswer
-from prime_rl.inference.engine import Engine, EngineState
+from prime_rl.inference.engine import EngineState, Replica
 from prime_rl.inference.fleet import Fleet
 from prime_rl.orchestrator.context import Engines, RunContext
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.status import STARTING, EngineFacts, Facts
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
-from prime_rl.weights.versions import AVERAGES
 
 FOLLOW_SECONDS = 1.0
 """Between two looks whether engines join or leave."""
@@ -35,7 +34,7 @@ def report_engines(fleet: Fleet, status: Status) -> None:
     )
 
 
-def _state(engine: Engine) -> str:
+def _state(engine: Replica) -> str:
     if engine.state is EngineState.HUNG:
         return f"hung ({engine.hangs})"
     if engine.in_service:
@@ -43,7 +42,7 @@ def _state(engine: Engine) -> str:
     return "away" if engine.has_served else STARTING
 
 
-def _facts(engine: Engine) -> EngineFacts:
+def _facts(engine: Replica) -> EngineFacts:
     is_silent = engine.state is EngineState.HUNG
     return EngineFacts(
         version=engine.version if engine.in_service and not is_silent else None,
@@ -52,8 +51,8 @@ def _facts(engine: Engine) -> EngineFacts:
     )
 
 
-def _why(engine: Engine) -> str:
-    """What it answers instead of serving."""
+def _why(engine: Replica) -> str:
+    """The answer that it gives instead of serving."""
     silent = engine.problem is None or isinstance(engine.problem, NoAnswer)
     return "" if silent else f": {engine.reason}"
 
@@ -62,15 +61,14 @@ class EngineKeeper(Observer):
     """Keeps the engines current. Colocated, they sleep while the trainer steps."""
 
     def __init__(self, run: RunContext, engines: Engines, installed: Sequence[Observer]) -> None:
-        """``installed``: observers that plugins brought."""
+        """``installed``: the observers that plugins brought."""
         self.context = run
         self.engines = engines
         self._installed = installed
 
     async def run(self) -> None:
         """Raises ``EngineError`` when no engine has served for too long."""
-        fleets = (self.engines.fleet, *self.engines.average)
-        await asyncio.gather(self._follow(), *(fleet.run() for fleet in fleets))
+        await asyncio.gather(self._follow(), *(fleet.run() for fleet in self.engines.fleets))
 
     async def _follow(self) -> None:
         """Engines join and leave as the launch facts say."""
@@ -83,9 +81,9 @@ class EngineKeeper(Observer):
                 self.engines.fleet.follow(urls, launch.engine_names)
 
     async def version_pending(self, version: int) -> None:
-        """The average first: what is scored from now on sees it."""
-        for fleet in self.engines.average:
-            await fleet.update_weights(self.context.run_dir / AVERAGES / f"step_{version}", version)
+        """Earlier weights first: what is scored from now on sees them."""
+        for engine in self.engines.earlier.values():
+            await engine.follow(version)
 
     async def batch_leaves(self, step: int) -> None:
         """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight

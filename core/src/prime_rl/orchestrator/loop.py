@@ -14,8 +14,8 @@
     weights    ``policy``: the watcher loads each new version into the engines while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it runs. Evaluation,
-checkpoints and reports are observers (``plugins.observer``). ``docs/map.md`` shows the processes
-around this one, and where each thing is decided.
+checkpoints and reports are observers (``prime_rl.plugins.observer``). ``docs/map.md`` shows the
+processes around this one, and where each thing is decided.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.buffer import Buffer, NothingToTrain
+from prime_rl.orchestrator.checkpoint import Checkpointing
 from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import WeightWatcher
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Stop(Exception):
+class StopRequested(Exception):
     """The user asked for the run to end."""
 
 
@@ -58,8 +59,10 @@ class Orchestrator:
         wire: Sender,
         weights: WeightWatcher,
         observers: Sequence[Observer],
+        checkpoints: Checkpointing | None = None,
     ) -> None:
-        """``observers`` are called in their order; ``sampling`` is one of them."""
+        """``observers`` are called in their order; ``sampling`` is one of them, and ``checkpoints``
+        where the run saves any."""
         self.context = run
         self.observers = observers
         self.sampling = sampling
@@ -67,6 +70,7 @@ class Orchestrator:
         self.packer = packer
         self.wire = wire
         self.weights = weights
+        self.checkpoints = checkpoints
 
     async def run(self, stop: asyncio.Future[None] | None = None) -> int | None:
         """Train every step. Returns None, or the last step if ``stop`` ended the run early.
@@ -82,7 +86,7 @@ class Orchestrator:
                 background = [tasks.create_task(until_cancelled(each)) for each in work]
                 try:
                     await self._train(tasks, background)
-                except Stop:
+                except StopRequested:
                     stopped = True
                     log.info("stopped: step %d is the last", self._last)
                     for observer in self.observers if self._ends_early else ():
@@ -98,7 +102,10 @@ class Orchestrator:
                     observer.batch_lost(self.buffer.batch)
             raise error from None
 
-        return await self._end_early() if stopped else None
+        last = await self._end_early() if stopped else None
+        if self.checkpoints is not None:
+            await self.checkpoints.settle()
+        return last
 
     async def _train(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
         first = self.context.launch.first_step
@@ -108,9 +115,9 @@ class Orchestrator:
         sampling = until_cancelled(self.sampling.run())
         background.append(tasks.create_task(sampling))  # sampler -> rollout -> algorithm
         for _ in range(first, last + 1):
-            await self._unless_stopped(self.buffer.wait_until_full())
+            await self._unless_stopped(self.buffer.wait_until_full())  # filters
             await self.sampling.score_batch()  # whole, or a stop would save half of its credit
-            batch = self.buffer.take()  # filters
+            batch = self.buffer.take()
             await self._send(batch)  # packer -> wire -> trainer
 
         self.context.status.report("finishing", waiting_for=f"trainer (weights of step {last})")
@@ -134,14 +141,14 @@ class Orchestrator:
         self.context.waited.add("wait/orchestrator/trainer_room", started)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. Raises ``Stop`` if the user ends the run first."""
+        """The result of ``work``. Raises ``StopRequested`` if the user ends the run first."""
         task = asyncio.ensure_future(until_cancelled(work))
         try:
             await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             self.stop.result()  # if it failed, nobody has asked for a stop
-            raise Stop
+            raise StopRequested
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -163,7 +170,7 @@ class Orchestrator:
         last = self._last
         if self._ends_early:
             self.context.status.report("stopping", waiting_for=f"trainer (weights of step {last})")
-            await self.weights.drain(last, self.context.config.orchestrator.weights_timeout)
+            await self.weights.drain(last)
             frame = encode_batch(last + 1, [])
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()

@@ -29,6 +29,7 @@ from prime_rl.registry.components import Components
 from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Batch, Rollout, Sample, sample_of
 from prime_rl.streams import (
+    ROUTES,
     STREAMS,
     WEIGHTS,
     IntColumn,
@@ -40,44 +41,48 @@ from prime_rl.streams import (
     stream_names,
 )
 from prime_rl.wire import MicroBatch, encode_batch
+from prime_rl.wire.micro_batch import MEASURED
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SampleToPack:
     """A sample to pack, and where it comes from."""
 
     sample: Sample
     env: str
     rollout: int = 0
-    """Index of its rollout in the batch; ``group``, of its group."""
+    """Number of its rollout in the batch. ``group`` is the number of its group."""
     group: int = 0
 
 
 @dataclass(frozen=True)
-class Packing:
+class BatchToPack:
     """A batch to pack: its pieces, and what the losses that it feeds need."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[SampleToPack]
     bundles: Sequence[Sequence[int]]
     """Indices of the pieces that go into one row together."""
     needs: frozenset[str] = frozenset()
-    """Columns that core computes for these losses."""
+    """Columns that core computes for these losses; and ``ROUTES`` where the trainer replays them.
+    """
     step: int = 0
 
 
-def alone(samples: Sequence[Sample], envs: Sequence[str]) -> Packing:
+def alone(samples: Sequence[Sample], envs: Sequence[str]) -> BatchToPack:
     """Samples of which each stands for itself; ``envs`` names each one's env."""
-    pieces = [Piece(sample, env) for sample, env in zip(samples, envs, strict=True)]
-    return Packing(pieces, [[number] for number in range(len(pieces))])
+    pieces = [SampleToPack(sample, env) for sample, env in zip(samples, envs, strict=True)]
+    return BatchToPack(pieces, [[number] for number in range(len(pieces))])
 
 
-def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit: int) -> Packing:
+def batch_to_pack(
+    step: int, rollouts: Sequence[Rollout], losses: Components, limit: int
+) -> BatchToPack:
     """A batch, in bundles of what its losses see whole. Raises ``StreamError`` for a sample of more
     than ``limit`` tokens: samples are cut before they are scored, and never after."""
     groups: dict[tuple[str, int], int] = {}
-    pieces: list[Piece] = []
+    pieces: list[SampleToPack] = []
     bundles: dict[tuple[int, ...], list[int]] = {}
     needs: set[str] = set()
     scopes: dict[int, int] = {}
@@ -96,22 +101,22 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
                     "scored, so a plugin has made this sample or made it longer: keep it within "
                     "host.seq_len."
                 )
-            pieces.append(Piece(sample, rollout.env, number, group))
+            pieces.append(SampleToPack(sample, rollout.env, rollout=number, group=group))
 
     if _has_several_ages(pieces):
         needs.add("policy_lag")  # the trainer's metrics are by age then
     pieces = _without_incomplete(pieces, losses)
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
-        # The wider the scope, the fewer parts of the key tell two bundles apart: the group alone
+        # A wider scope distinguishes bundles by fewer parts of the key: the group alone
         # for "group", the group and the rollout for "rollout", all three for a sample.
         num_parts = len(SCOPES) - scopes[piece.group]
         bundles.setdefault(key[:num_parts], []).append(index)
 
-    return Packing(pieces, [*bundles.values()], frozenset(needs), step)
+    return BatchToPack(pieces, [*bundles.values()], needs=frozenset(needs), step=step)
 
 
-def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Piece]:
+def _without_incomplete(pieces: Sequence[SampleToPack], losses: Components) -> list[SampleToPack]:
     """The pieces; where a loss cannot train what the batch has of a group (``Loss.completes``), the
     group's tokens are no longer members of it."""
     by_group: dict[tuple[int, str], list[int]] = {}
@@ -134,6 +139,7 @@ def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Pie
         if losses[name].cls.completes(streams):
             continue
         for index, sample in zip(indices, samples, strict=True):
+            # Weights of 0, and the sample stays: other components may train its tokens.
             none = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
             without = sample_of(sample.columns | none, sample.temperature)
             left[index] = replace(left[index], sample=without)
@@ -144,6 +150,7 @@ def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Pie
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of ``lengths`` by row, no row over ``capacity``. Raises ``StreamError`` if one alone
     is over it."""
+    # Longest first: short samples fill what the long ones leave.
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if order and lengths[order[0]] > capacity:
         raise StreamError(
@@ -184,7 +191,7 @@ def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[
 
 
 def pack_ranks(
-    packing: Packing, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
+    packing: BatchToPack, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
 ) -> list[list[MicroBatch]]:
     """The rows of each rank, equally many. Raises ``StreamError`` for a bundle that fits no row."""
     pieces = packing.pieces
@@ -203,7 +210,7 @@ def pack_ranks(
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
-        ranks = plan_ranks(rows, lengths, capacity, num_ranks, totals)
+        ranks = plan_ranks(rows, lengths, capacity=capacity, num_ranks=num_ranks, costs=totals)
 
     return [
         [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in rows]
@@ -211,11 +218,12 @@ def pack_ranks(
     ]
 
 
-def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
+def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     """Some pieces end to end. None: one token that trains nothing, for a rank that is idle while
     the others train a row."""
     pieces = [packing.pieces[i] for i in chosen] or [_idle(packing.pieces[0])]
     samples = [piece.sample for piece in pieces]
+    # Sorted, so that one batch always makes the same bytes.
     names = sorted({piece.env for piece in pieces})
 
     def joined(name: str) -> StreamColumn | None:
@@ -225,6 +233,10 @@ def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
     streams = {name: column for name in further if (column := joined(name)) is not None}
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+    if ROUTES in packing.needs:
+        routes = concatenate(((len(s), s.routed_experts) for s in samples), ROUTES)
+        if routes is not None:
+            streams[ROUTES] = routes
     known: dict[str, Any] = {name: joined(name) for name in STREAMS}
     needs = packing.needs
     rollouts = [piece.rollout for piece in pieces] if "rollout_ids" in needs else None
@@ -246,7 +258,7 @@ def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
     return micro_batch
 
 
-def _idle(piece: Piece) -> Piece:
+def _idle(piece: SampleToPack) -> SampleToPack:
     token = Sample(
         token_ids=piece.sample.token_ids[:1],
         loss_mask=np.zeros(1, np.bool_),
@@ -255,7 +267,7 @@ def _idle(piece: Piece) -> Piece:
     return replace(piece, sample=token)
 
 
-def _has_several_ages(pieces: Sequence[Piece]) -> bool:
+def _has_several_ages(pieces: Sequence[SampleToPack]) -> bool:
     """Whether more than one version of the policy sampled the batch."""
     columns = [piece.sample.policy_versions for piece in pieces]
     known = [column for column in columns if column is not None]
@@ -278,33 +290,95 @@ def _lag(sample: Sample, step: int) -> IntColumn:
 class Packer:
     """Packs every batch of one run: in rows, spread over the ranks."""
 
-    def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks, losses: Components) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        num_ranks: int,
+        hooks: Hooks,
+        losses: Components,
+        one_env_per_row: bool = False,
+    ) -> None:
+        """``one_env_per_row``: the optimizer weighs envs (``OptimizerMaker.weighs_envs``)."""
         self._config = config
         self._num_ranks = num_ranks
+        self._one_env_per_row = one_env_per_row
         self._hooks = hooks
         self._losses = losses
+        self._rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """By stream: the env that wrote it first, and the shape of a token's row."""
 
     def pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
         limit = self._config.seq_len
-        packing = packing_of(batch.step, batch.kept, self._losses, limit)
+        self._check_streams(batch.kept)
+        packing = batch_to_pack(batch.step, batch.kept, losses=self._losses, limit=limit)
+        if self._config.trainer.router_replay:
+            check_routes([*batch.kept, *batch.measured])
+            packing = replace(packing, needs=packing.needs | {ROUTES})
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
         minibatches = self._config.trainer.minibatches
-        return batch_frames(
-            packing, self._config.row_tokens, self._num_ranks, ATTENTION_FLOPS, minibatches
+        measured = None
+        if batch.measured:
+            measured = batch_to_pack(batch.step, batch.measured, losses=self._losses, limit=limit)
+            measured = replace(measured, needs=measured.needs | packing.needs & {ROUTES})
+        ranks_of_a_row = self._config.trainer.context_parallel
+        frames = batch_frames(
+            packing,
+            self._config.row_tokens,
+            num_ranks=self._num_ranks // ranks_of_a_row,
+            attention_flops=ATTENTION_FLOPS,
+            minibatches=minibatches,
+            measured=measured,
+            one_env_per_row=self._one_env_per_row,
         )
+        # Ranks that share a row get the same frame: each takes its part of the tokens.
+        return [frame for frame in frames for _ in range(ranks_of_a_row)]
+
+    def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
+        """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
+        would read what was written for the other."""
+        for rollout in rollouts:
+            for sample in rollout.samples:
+                for name, column in sample.streams.items():
+                    env, shape = self._rows.setdefault(name, (rollout.env, column.shape[1:]))
+                    if shape != column.shape[1:]:
+                        readers = ", ".join(self._losses.readers(name)) or "no loss"
+                        raise StreamError(
+                            f"env {rollout.env!r}, group {rollout.group_id}: the stream {name!r} "
+                            f"has {_row_words(column.shape[1:])}, and env {env!r} writes it with "
+                            f"{_row_words(shape)}. A stream means one thing in a run (it is read "
+                            f"by {readers}). Rename it in one of the algorithms, and in Loss.reads."
+                        )
+
+
+def check_routes(rollouts: Sequence[Rollout]) -> None:
+    """Raises ``StreamError`` for a rollout of the policy whose engine has not recorded the experts:
+    it would train by other ones, and nothing would show it."""
+    for rollout in rollouts:
+        if rollout.is_live and any(s.routed_experts is None for s in rollout.samples):
+            raise StreamError(
+                f"env {rollout.env!r}, group {rollout.group_id}: a rollout of the policy has no "
+                "routed_experts, and trainer.router_replay is true. Expected them in each reply of "
+                "the engine. An engine that runs elsewhere has to be started with them (vLLM: "
+                "--enable-return-routed-experts), and a harness has to use the tokens of the "
+                "engine's replies. Or set trainer.router_replay to false."
+            )
 
 
 def batch_frames(
-    packing: Packing,
+    packing: BatchToPack,
     capacity: int,
     num_ranks: int = 1,
     attention_flops: float = 0.0,
     minibatches: int = 1,
+    measured: BatchToPack | None = None,
+    one_env_per_row: bool = False,
 ) -> list[bytes]:
     """A batch as it goes on the wire: one frame per trainer rank. Each rank has equally many rows
-    of a minibatch."""
+    of a minibatch. ``one_env_per_row``: also equally many of each env, in the order of their names.
+    ``measured``: what the trainer measures, in rows of its own."""
     costs = sample_costs([len(piece.sample) for piece in packing.pieces], attention_flops)
+    # Minibatches take whole groups: credit compares siblings, so their gradients belong together.
     owners = [packing.pieces[bundle[0]].group for bundle in packing.bundles]
     totals = np.array([costs[bundle].sum() for bundle in packing.bundles])
     parts = split_groups(owners, totals, minibatches)
@@ -321,8 +395,35 @@ def batch_frames(
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
         minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
-        packed = pack_ranks(minibatch, capacity, num_ranks, attention_flops)
+        for each in _by_env(minibatch) if one_env_per_row else [minibatch]:
+            packed = pack_ranks(
+                each, capacity, num_ranks=num_ranks, attention_flops=attention_flops
+            )
+            for rank, rows in zip(ranks, packed, strict=True):
+                rank += [replace(row, minibatch=number) for row in rows]
+
+    if measured is not None:
+        packed = pack_ranks(
+            measured, capacity, num_ranks=num_ranks, attention_flops=attention_flops
+        )
         for rank, rows in zip(ranks, packed, strict=True):
-            rank += [replace(row, minibatch=number) for row in rows]
+            rank += [replace(row, minibatch=MEASURED) for row in rows]
 
     return [encode_batch(packing.step, rows) for rows in ranks]
+
+
+def _by_env(packing: BatchToPack) -> list[BatchToPack]:
+    """The pieces of each env by themselves. A bundle is of one group, so of one env."""
+    pieces: dict[str, list[SampleToPack]] = {}
+    bundles: dict[str, list[list[int]]] = {}
+    for bundle in packing.bundles:
+        env = packing.pieces[bundle[0]].env
+        mine = pieces.setdefault(env, [])
+        first = len(mine)
+        mine += [packing.pieces[index] for index in bundle]
+        bundles.setdefault(env, []).append([*range(first, len(mine))])
+    return [replace(packing, pieces=pieces[env], bundles=bundles[env]) for env in sorted(pieces)]
+
+
+def _row_words(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} values per token" if shape else "one value per token"

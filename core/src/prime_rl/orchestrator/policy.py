@@ -26,6 +26,9 @@ POLL_SECONDS = 0.02
 GONE_SECONDS = 0.5
 """Between two attempts to update, while no engine answers."""
 
+LAST_WEIGHTS_SECONDS = 1200.0
+"""At a stop, how long the trainer may do nothing before the weights of the last step are there."""
+
 
 class TrainerStep(msgspec.Struct):
     """One line of the trainer's own metrics file."""
@@ -34,7 +37,7 @@ class TrainerStep(msgspec.Struct):
     metrics: dict[str, float | None]
 
 
-class Policy:
+class LivePolicy:
     """The version that every engine samples from."""
 
     def __init__(self, version: int = 0) -> None:
@@ -62,7 +65,7 @@ class WeightWatcher:
     """Loads the newest published version into the engines, as soon as it is complete."""
 
     def __init__(
-        self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
+        self, run_dir: Path, policy: LivePolicy, fleet: Fleet, observers: Sequence[Observer]
     ) -> None:
         self._broadcasts = run_dir / "broadcasts"
         self._steps = Tail(run_dir / "trainer.jsonl")
@@ -84,7 +87,7 @@ class WeightWatcher:
             else:
                 await self.announced(self.policy.version)
 
-    async def drain(self, version: int, within: float) -> None:
+    async def drain(self, version: int, within: float = LAST_WEIGHTS_SECONDS) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
         files. No engine loads it, so a version in memory is requested as files. Raises ``RunError``
         if none comes for ``within`` seconds in which the trainer does nothing."""
@@ -93,16 +96,17 @@ class WeightWatcher:
         while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
             if held:
                 want_files(self._broadcasts)
+            # A step may take an hour. Only time in which the trainer does nothing counts.
             if trainer_works(self._broadcasts.parent):
                 deadline = time.monotonic() + within
             if time.monotonic() > deadline:
                 lacks = f"the weights of step {version}, the last, are not in {self._broadcasts}"
-                raise RunError(f"{lacks} after {within:g} s (orchestrator.weights_timeout)")
+                raise RunError(f"{lacks} after {within:g} s in which the trainer did nothing")
 
             await asyncio.sleep(POLL_SECONDS)
-            found = newest_version(self._broadcasts)
-            if found not in (None, newest):
-                newest = found
+            published = newest_version(self._broadcasts)
+            if published not in (None, newest):
+                newest = published
                 deadline = time.monotonic() + within
 
         self._read_steps()
@@ -115,12 +119,14 @@ class WeightWatcher:
         except EngineGone:
             await asyncio.sleep(GONE_SECONDS)  # without a limit here: ``Fleet.run`` has one
         except EngineError:
+            # The trainer deletes old versions: this one may have gone while it was being loaded.
             newest = newest_version(self._broadcasts) or 0
             if newest <= version:
                 raise
             log.warning("version %d was not loaded, going on with %d", version, newest)
 
     async def _update(self, version: int) -> None:
+        # The trainer writes a step's metrics before it announces the version that the step made.
         self._read_steps()
         for observer in self._observers:
             await observer.version_pending(version)
@@ -142,11 +148,17 @@ class WeightWatcher:
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self._num_updates),
             "watcher/last_update_weights_time": self._update_seconds,
+            "time/engines_paused": self._fleet.take_paused(),
         }
 
     def _read_steps(self) -> None:
         for line in self._steps.new_lines():
-            step = msgspec.json.decode(line, type=TrainerStep)
+            try:
+                step = msgspec.json.decode(line, type=TrainerStep)
+            except (ValueError, RecursionError) as error:
+                log.warning("trainer.jsonl: a line is left out: %s: %.80r", error, line)
+                continue
+
             # Earlier lines are of the previous attempt, or were read before the file was replaced.
             if step.step >= self._next_step:
                 self._next_step = step.step + 1

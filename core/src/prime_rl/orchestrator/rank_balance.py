@@ -30,21 +30,28 @@ def plan_ranks(
     ``costs``: the work of each sample (``sample_costs``). A sample may be a bundle of several.
     """
     num_rows = -(-len(tight) // num_ranks)
-    even = _even_ranks(costs, lengths, capacity, num_ranks, num_rows)
+    even = _even_ranks(costs, lengths, capacity=capacity, num_ranks=num_ranks, num_rows=num_rows)
     if even is not None and imbalance(even, costs) <= TOLERANCE:
         return even
-    everything = range(len(lengths))
-    loose = spread(everything, costs, lengths, [capacity] * (num_rows * num_ranks))
-    padded = [*tight, *([[]] * (num_rows * num_ranks - len(tight)))]
-    dealt = [_deal(rows, costs, num_ranks) for rows in (loose, padded) if rows is not None]
-    found = dealt if even is None else [even, *dealt]
-    return min(found, key=lambda ranks: imbalance(ranks, costs))
+
+    plans = [] if even is None else [even]
+    total_rows = num_rows * num_ranks
+    loose = spread(range(len(lengths)), costs, lengths=lengths, room=[capacity] * total_rows)
+    if loose is not None:
+        plans.append(_deal(loose, costs, num_ranks))
+
+    num_empty = total_rows - len(tight)
+    padded = [*tight, *([] for _ in range(num_empty))]
+    plans.append(_deal(padded, costs, num_ranks))
+    return min(plans, key=lambda ranks: imbalance(ranks, costs))
 
 
 def imbalance(ranks: Sequence[Rows], costs: Floats) -> float:
     """The share of the mean by which the busiest rank exceeds it."""
     totals = np.array([sum(costs[i] for row in rows for i in row) for rows in ranks])
-    return float(totals.max() / totals.mean() - 1) if totals.any() else 0.0
+    if not totals.any():
+        return 0.0
+    return float(totals.max() / totals.mean() - 1)
 
 
 def _even_ranks(
@@ -52,12 +59,18 @@ def _even_ranks(
 ) -> list[Rows] | None:
     """Samples to ranks, then each rank's samples to its rows; None if they do not fit."""
     room = [capacity * num_rows] * num_ranks
-    ranks = spread(range(len(lengths)), costs, lengths, room) or []
-    packed = [spread(own, costs, lengths, [capacity] * num_rows) for own in ranks]
-    found = [rows for rows in packed if rows is not None]
-    if len(found) < num_ranks:
+    samples_of = spread(range(len(lengths)), costs, lengths=lengths, room=room)
+    if samples_of is None:
         return None
-    return [sorted(rows, key=lambda row: -sum(costs[i] for i in row)) for rows in found]
+
+    ranks = []
+    for samples in samples_of:
+        rows = spread(samples, costs, lengths=lengths, room=[capacity] * num_rows)
+        if rows is None:
+            return None
+        ranks.append(sorted(rows, key=lambda row: -sum(costs[i] for i in row)))
+
+    return ranks
 
 
 def _deal(rows: Rows, costs: Floats, num_ranks: int) -> list[Rows]:

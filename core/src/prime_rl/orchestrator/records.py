@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -13,17 +14,27 @@ import numpy as np
 from prime_rl.errors import RunError
 from prime_rl.rollout import Rollout, sample_of
 
-FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in ("samples", "trace"))
+FIELDS = tuple(
+    field.name for field in fields(Rollout) if field.init and field.name not in ("samples", "trace")
+)
 """What is saved of a rollout beside its samples."""
 TYPES = get_type_hints(Rollout)
 
 
-class StoredRollout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StoredRollout:
     """One rollout of a file."""
 
     rollout: Rollout
     dropped_by: str | None
     """None: it trained, or is still waiting."""
+    objections: Mapping[str, str] = field(default_factory=dict)
+    """What each filter said that dropped it (``Batch.objections``). Older files have none."""
+
+    @property
+    def why_dropped(self) -> str:
+        """``zero_advantage: its advantages are all zero``; several objections stand after ``;``."""
+        return "; ".join(f"{name}: {said}" for name, said in self.objections.items())
 
 
 def encode_rollouts(
@@ -31,21 +42,25 @@ def encode_rollouts(
     rollouts: Iterable[tuple[Rollout, str | None]],
     waiting: Iterable[Rollout] = (),
     frames: Iterable[tuple[int, str]] = (),
+    objections: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
 ) -> bytes:
-    """The content of a file: rollouts with the reasons why they were dropped, siblings that no
-    batch has taken yet, size and sha256 of each frame."""
+    """The content of a file: rollouts with how they were dropped, siblings that no batch has taken
+    yet, size and sha256 of each frame. ``objections``: why, by ``id()`` of the rollout."""
     record = {
         "step": step,
-        "rollouts": [_record(rollout, dropped_by) for rollout, dropped_by in rollouts],
-        "waiting": [_record(rollout, None) for rollout in waiting],
+        "rollouts": [
+            _record(rollout, dropped_by, objections.get(id(rollout), {}))
+            for rollout, dropped_by in rollouts
+        ],
+        "waiting": [_record(rollout, None, {}) for rollout in waiting],
         "frames": list(frames),
     }
     return msgspec.msgpack.encode(record, enc_hook=_plain)
 
 
 def decode_rollouts(path: Path) -> dict[str, Any]:
-    """What ``encode_rollouts`` got, by name, with each rollout as a ``StoredRollout``. Raises
-    ``RunError`` if the file is truncated or of another kind."""
+    """The arguments of ``encode_rollouts`` by name, with each rollout as a ``StoredRollout``.
+    Raises ``RunError`` if the file is truncated or of another kind."""
     try:
         record: dict[str, Any] = {"waiting": [], "frames": []}
         record |= msgspec.msgpack.decode(path.read_bytes())
@@ -65,7 +80,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
+def _record(
+    rollout: Rollout, dropped_by: str | None, objections: Mapping[str, str]
+) -> dict[str, Any]:
     samples = [
         {
             "temperature": sample.temperature,
@@ -77,7 +94,10 @@ def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
         for sample in rollout.samples
     ]
     plain = {name: getattr(rollout, name) for name in FIELDS}
-    return plain | {"samples": samples, "dropped_by": dropped_by}
+    record = plain | {"samples": samples, "dropped_by": dropped_by}
+    if objections:
+        record["objections"] = dict(objections)
+    return record
 
 
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
@@ -93,4 +113,8 @@ def _stored(row: Mapping[str, Any]) -> StoredRollout:
         name: msgspec.convert(row[name], TYPES[name]) for name in FIELDS if name in row
     }
     rollout = Rollout(**{"frozen": True} | plain, samples=samples)
-    return StoredRollout(rollout, msgspec.convert(row["dropped_by"], str | None))
+    return StoredRollout(
+        rollout,
+        dropped_by=msgspec.convert(row["dropped_by"], str | None),
+        objections=msgspec.convert(row.get("objections", {}), dict[str, str]),
+    )

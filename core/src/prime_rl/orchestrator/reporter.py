@@ -10,9 +10,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from prime_rl.errors import PluginError
 from prime_rl.orchestrator.background import Background, Failures
 from prime_rl.plugins.observer import Monitor, Observer
-from prime_rl.registry.calls import ReadOnly, logged_metrics, take_logged, weighted_means
+from prime_rl.registry.calls import (
+    ReadOnly,
+    checked_metrics,
+    logged_metrics,
+    take_logged,
+    weighted_means,
+)
+from prime_rl.registry.guards import is_number
 from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Batch
 
@@ -23,6 +31,8 @@ class Reporter(Observer):
     def __init__(self, hooks: Hooks, monitors: Sequence[Monitor]) -> None:
         self.sources: list[Callable[[], Mapping[str, float]]] = []
         """Functions that return what other pieces measured since the last step."""
+        self.measured: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+        """Called with the metrics of each batch, before it is sent."""
         self._hooks = hooks
         self._monitors = monitors
         self._started = self._last = time.perf_counter()
@@ -34,6 +44,12 @@ class Reporter(Observer):
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
         """Log the metrics of a batch."""
+        self.measured(batch.step, self._log_batch(batch, frames))
+
+    def batch_lost(self, batch: Batch) -> None:
+        self._log_batch(batch, frames=())
+
+    def _log_batch(self, batch: Batch, frames: Sequence[bytes]) -> Mapping[str, float]:
         now = time.perf_counter()
         metrics = {
             "progress/seconds": now - self._started,
@@ -42,16 +58,15 @@ class Reporter(Observer):
             **weighted_means(take_logged()),
         }
         for source in self.sources:
-            metrics |= source()
+            owner = getattr(source, "__self__", source)
+            metrics |= checked_metrics(source(), owner, "take_metrics")
         self.log(batch.step, metrics)
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
 
         self._last = time.perf_counter()
-
-    def batch_lost(self, batch: Batch) -> None:
-        self.batch_sent(batch)
+        return metrics
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the trainer's metrics, its ``time/...`` as ``time/trainer/...``."""
@@ -66,7 +81,14 @@ class Reporter(Observer):
         self._hooks.weights_published(version)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass metrics to every monitor. A failing monitor is reported once; the run goes on."""
+        """Pass metrics to every monitor. A failing monitor is reported once; the run goes on.
+        Raises ``PluginError`` for a metric that is no number."""
+        for name, value in metrics.items():
+            if not is_number(value):
+                raise PluginError(
+                    f"step {step}: the metric {name!r} is {value!r}, expected a number. Log text "
+                    "by a logger."
+                )
         for monitor in self._monitors:
             call = partial(monitor.log, step, ReadOnly(metrics))
             self._failures.guard(monitor.name, f"step {step}", call)

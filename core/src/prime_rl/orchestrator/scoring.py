@@ -3,13 +3,16 @@
 score_rollout, observation_weights    when a rollout arrives
 score_group                           when its group is complete
 score_batch                           when the batch is full, for an env with a plugin that has it
+score_envs                            then once for all envs that share an algorithm and settings
 stamp                                 then routes the sampled tokens to the algorithm's component
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -17,13 +20,29 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.registry.components import Component, Components, installed_losses
+from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.registry.calls import raise_late
+from prime_rl.registry.components import (
+    Component,
+    Components,
+    head_required,
+    installed_losses,
+    names_of,
+)
 from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
-from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
+from prime_rl.streams import (
+    STREAMS,
+    WEIGHTS,
+    LossComponent,
+    components,
+    members,
+    stream,
+    stream_names,
+)
 
 FACTS = ("reward", "rewards", "metrics", "info")
-"""What a scoring plugin may change of a rollout, apart from its streams."""
+"""The fields of a rollout that a scoring plugin may change, apart from its streams."""
 
 
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
@@ -38,19 +57,25 @@ async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
             _merge_ce(rollout, sample, weights)
 
 
+@contextmanager
+def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
+    """While the code inside runs, hooks may write streams; what they leave behind may not later.
+    Raises what was left behind before."""
+    raise_late()
+    rollouts = [*rollouts]
+    for rollout in rollouts:
+        rollout.open = True
+        rollout.opened_by = threading.get_ident()
+    try:
+        yield
+    finally:
+        for rollout in rollouts:
+            rollout.open = False
+
+
 def _facts(rollout: Rollout) -> dict[str, Any]:
-    found = {name: getattr(rollout, name) for name in FACTS}
-    return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
-
-
-def _is_untouched(rollout: Rollout, given: Mapping[str, Any]) -> bool:
-    """Whether no plugin has changed a fact. Compares identities: ``info`` may hold arrays."""
-    now = _facts(rollout)
-    return now["reward"] == given["reward"] and all(
-        now[name].keys() == given[name].keys()
-        and all(value is given[name][key] for key, value in now[name].items())
-        for name in FACTS[1:]
-    )
+    facts = {name: getattr(rollout, name) for name in FACTS}
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
 
 
 def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
@@ -60,9 +85,11 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
             "0.0 there"
         )
 
+    # A token that several samples have trains once, in the first of them.
     if sample.is_repeat is not None:
         weights = np.where(sample.is_repeat, np.float32(0.0), weights)
     before = sample.ce_weights
+    # Several plugins may weigh one token: the largest weight wins, so their order does not matter.
     sample.ce_weights = weights if before is None else np.maximum(before, weights)
 
 
@@ -76,17 +103,49 @@ async def score_group(hooks: Hooks, group: Group) -> None:
 async def score_batch(hooks: Hooks, rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Score one env's rollouts of a batch, except what was stamped with its group. Returns what it
     scored, to be stamped."""
-    of = attrgetter("group_id")
-    waiting = sorted((rollout for rollout in rollouts if not rollout.frozen), key=of)
+    # `groupby` joins neighbors only. What is frozen was scored with its group.
+    waiting = sorted((each for each in rollouts if not each.frozen), key=attrgetter("group_id"))
     if waiting:
-        await hooks.score_batch([list(group) for _, group in groupby(waiting, of)])
+        await hooks.score_batch(in_groups(waiting))
     return waiting
 
 
+async def score_envs(hooks: Hooks, waiting: Mapping[str, Sequence[Rollout]]) -> None:
+    """Score what ``score_batch`` returned for each of the envs that share an algorithm. ``hooks``:
+    the plugins in the scope of the first env."""
+    batches = {env: in_groups(rollouts) for env, rollouts in waiting.items() if rollouts}
+    if batches:
+        await hooks.score_envs(batches)
+
+
+def in_groups(rollouts: Sequence[Rollout]) -> list[Group]:
+    """Rollouts in the order of ``group_id``, by group."""
+    return [[*group] for _, group in groupby(rollouts, attrgetter("group_id"))]
+
+
+def sharing(algorithms: Mapping[str, Algorithm]) -> list[list[str]]:
+    """The envs of one class of algorithm with equal settings, together, in the order of the config.
+    ``algorithms``: one for each env."""
+    parts: list[list[str]] = []
+    for env, algorithm in algorithms.items():
+        for part in parts:
+            first = algorithms[part[0]]
+            if type(first) is type(algorithm) and first.config == algorithm.config:
+                part.append(env)
+                break
+        else:
+            parts.append([env])
+    return parts
+
+
 def _check_reward(rollout: Rollout, way_out: str) -> None:
-    if not math.isfinite(rollout.reward):
+    try:
+        is_finite = math.isfinite(rollout.reward)
+    except OverflowError:  # an integer that is larger than any float
+        is_finite = False
+    if not is_finite:
         raise StreamError(
-            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward}, "
+            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward!r:.80}, "
             f"expected a finite number. {way_out}"
         )
 
@@ -102,6 +161,7 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     ``StreamError`` for tokens without a stream that their loss reads, and, given ``losses``, for a
     stream that none of them reads.
     """
+    # Saved rollouts need the original facts only where a plugin has changed them.
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
     rollout.credited = "rl"
@@ -109,6 +169,7 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
         for sample in rollout.samples:
             _route(rollout, sample, action_loss)
 
+    _check_columns(rollout)
     trained = _check_complete(rollout, losses or installed_losses())
     if action_loss in trained and "advantages" in trained[action_loss].required:
         rollout.credited = action_loss
@@ -127,12 +188,46 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     rollout.freeze()
 
 
+def _is_untouched(rollout: Rollout, given: Mapping[str, Any]) -> bool:
+    """Whether no plugin has changed a fact. Compares identities: ``info`` may hold arrays."""
+    now = _facts(rollout)
+    return now["reward"] == given["reward"] and all(
+        now[name].keys() == given[name].keys()
+        and all(value is given[name][key] for key, value in now[name].items())
+        for name in FACTS[1:]
+    )
+
+
+def _check_columns(rollout: Rollout) -> None:
+    """Raises ``StreamError`` for a column that was written without ``rollout.assign_...`` and does
+    not fit: nothing else looks at each value before the trainer."""
+    for index, sample in enumerate(rollout.samples):
+        for name in stream_names(sample):
+            column = stream(sample, name)
+            problem = ""
+            if not isinstance(column, np.ndarray) or column.dtype not in (np.float32, np.int32):
+                problem = f"is {getattr(column, 'dtype', type(column).__name__)}"
+            elif column.dtype == np.int32 and name in STREAMS:
+                problem = "is int32"
+            elif column.shape[:1] != (len(sample),):
+                problem = f"has the shape {column.shape} for {len(sample)} tokens"
+            elif not np.isfinite(column).all():
+                problem = f"has the value {column[~np.isfinite(column)].flat[0]}"
+            if problem:
+                raise StreamError(
+                    f"env {rollout.env!r}, group {rollout.group_id}: {name} of sample {index} "
+                    f"{problem}, expected one finite float32 or int32 per token. Write it by "
+                    "rollout.assign_...(), which checks it."
+                )
+
+
 def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
     name = f"{component}{WEIGHTS}"
     if name not in rollout.assigned:
         ours = sample.loss_mask.astype(np.float32)
         before = stream(sample, name)
         if before is not None:
+            # Tokens of others, such as observations, keep what the algorithm gave them.
             ours = np.where(sample.loss_mask, ours, before)
         sample.set_stream(name, ours)
 
@@ -168,7 +263,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
         component = losses[name]
         reads = dict.fromkeys(component.required, "which")
         for head in component.read_heads:
-            reads |= dict.fromkeys(head.reads, f"whose head {head.name!r}")
+            reads |= dict.fromkeys(head_required(head), f"whose head {head.name!r}")
         for required in reads.keys() - written.keys():
             if stream(sample, required) is None:
                 raise StreamError(
@@ -184,7 +279,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
 
 
 def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> None:
-    """Raises ``StreamError`` unless a loss that compares with the sampler can."""
+    """Raises ``StreamError`` if a loss that compares with the sampler cannot do so."""
     where = f"env {rollout.env!r}, group {rollout.group_id}"
     name = component.name
     if not component.cls.compares_with_sampler:
@@ -208,7 +303,7 @@ def _check_read(rollout: Rollout, action_loss: LossComponent, losses: Components
     names = {action_loss, *(name for s in rollout.samples for name in components(s))}
     known = {name: [*losses[name].streams] for name in sorted(names) if name in losses}
     for name, read in known.items():
-        read += [each for head in losses[name].read_heads for each in head.reads]
+        read += [each for head in losses[name].read_heads for each in names_of(head.reads)]
     further = {name for sample in rollout.samples for name in sample.streams}
     for name in sorted(further - {each for read in known.values() for each in read}):
         if not name.endswith(WEIGHTS):

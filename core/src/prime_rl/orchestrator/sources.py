@@ -20,6 +20,7 @@ from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import BAD_RESULT, build_rollout, failed
 from prime_rl.errors import ConfigError
 from prime_rl.inference.pool import FrozenPool
+from prime_rl.orchestrator.past import PastPolicies
 from prime_rl.orchestrator.router import EngineRouter
 from prime_rl.plugins.sampler import RolloutPlan, Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
@@ -79,6 +80,9 @@ class RolloutSource:
     def observe(self, group: Group) -> None:
         """A group of any env came back."""
 
+    def settled(self, rollouts: Sequence[Rollout], reason: str | None) -> None:
+        """Its own rollouts are in the buffer, or do not train for this reason."""
+
 
 class Sampled(RolloutSource):
     """Runs episodes of an environment against the live policy."""
@@ -87,8 +91,15 @@ class Sampled(RolloutSource):
     label = "policy"
 
     def __init__(
-        self, env: str, environment: Environment, router: EngineRouter, sampling: SamplingConfig
+        self,
+        env: str,
+        environment: Environment,
+        router: EngineRouter,
+        sampling: SamplingConfig,
+        past: PastPolicies | None = None,
     ) -> None:
+        """``past``: the versions that play some of the env's agents."""
+        self._past = past
         self._env = env
         self._environment = environment
         self._router = router
@@ -107,7 +118,13 @@ class Sampled(RolloutSource):
             await ask.prepare(plan)
         if ask.member >= (plan.group_size or ask.member + 1):
             return []
-        results = await self._episode(ask, plan)
+        if self._past is None:
+            results = await self._episode(ask, plan)
+        else:
+            if plan.past is None:
+                plan.past = self._past.draw(ask.policy_version)
+            async with self._past.at(plan.past):
+                results = await self._episode(ask, plan)
         failure = next((result for result in results if not result.ok), None)
         if failure:
             raise RolloutFailed(failure)
@@ -132,10 +149,18 @@ class Sampled(RolloutSource):
                 model=endpoint,
                 sampling=sampling,
                 group_id=ask.group_id,
-                cache_salt=str(ask.policy_version) if self.is_live else None,
+                # The cached keys and values of a prefix are of the weights that computed them.
+                cache_salt=self._cache_salt(ask, plan),
                 seed=ask.seed,
             ),
         )
+
+    def _cache_salt(self, ask: RolloutRequest, plan: RolloutPlan) -> str | None:
+        """An agent of an earlier version sends it too, to an engine whose weights change."""
+        if not self.is_live:
+            return None
+        past = "" if self._past is None else f" past {plan.past}"
+        return f"{ask.policy_version}{past}"
 
     def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
         rollout = build_rollout(
@@ -148,6 +173,8 @@ class Sampled(RolloutSource):
         )
         rollout.episode_id = ask.member
         rollout.source = self.label
+        if self._past is not None:
+            rollout.info["past_version"] = plan.past
         rollout.task = result.task_fields or dict(self.task(ask.example_id))
         return rollout
 
@@ -171,9 +198,16 @@ class SampledFrozen(Sampled):
     ) -> None:
         where = f"env {env!r}: algo.sampling.source"
         self.pool = FrozenPool.of(model, where=where, on_waiting=on_waiting)
-        key_var = model.api_key_var or ""
-        router = EngineRouter(self.pool, model.name, key_var, client, model.timeout)
-        super().__init__(env, environment, router, sampling)
+        router = EngineRouter(
+            self.pool,
+            model.name,
+            api_key_var=model.key_vars or "",
+            client=client,
+            timeout=model.timeout,
+            headers=model.headers,
+            headers_from_env=model.headers_from_env,
+        )
+        super().__init__(env, environment, router=router, sampling=sampling)
         self._slots = asyncio.Semaphore(model.max_concurrency)
         self._rendering = rendering
         self._chat = client == "chat"
@@ -187,8 +221,8 @@ class SampledFrozen(Sampled):
             return super()._rollout(ask, plan, result)
         if result.had_tools:
             raise ConfigError(
-                f"env {self._env!r}: algo.sampling.client = 'chat' tokenizes what was said, and "
-                "this env also tells the model of tools, which would be missing. Use client = "
+                f"env {self._env!r}: algo.sampling.client = 'chat' tokenizes the messages only. "
+                "This env also tells the model of tools, which would be missing. Use client = "
                 "'tokens' with a model of the policy's tokenizer."
             )
 
@@ -229,11 +263,14 @@ class ExternalSource(RolloutSource):
         return self.source.is_ready
 
     def task(self, index: int) -> Mapping[str, Any]:
-        own = self.source.task(index)
-        return super().task(index) if own is None else own
+        fields = self.source.task(index)
+        return super().task(index) if fields is None else fields
 
     def observe(self, group: Group) -> None:
         self.source.observe(group)
+
+    def settled(self, rollouts: Sequence[Rollout], reason: str | None) -> None:
+        self.source.settled(rollouts, reason)
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
         return await self.source.group(ask)

@@ -14,7 +14,7 @@ import numpy as np
 
 from prime_rl.errors import StreamError
 from prime_rl.plugins.base import Offer
-from prime_rl.rollout import Sample
+from prime_rl.rollout import Prefix, Rollout, Sample
 from prime_rl.streams import FloatColumn, IntColumn, LossComponent
 
 if TYPE_CHECKING:
@@ -104,14 +104,37 @@ class ReferenceModel(Protocol):
     ) -> list[Completion]:
         """Sample ``n`` completions (at most 128) of a prompt, from the whole distribution.
 
-        ``max_tokens``: of each; fewer where the context ends. ``stop_token_ids``: besides the
-        model's own end; None: those of the run's renderer.
+        ``max_tokens``: the most of each; fewer where the context ends. ``stop_token_ids``: besides
+        the model's own end; None: those of the run's renderer.
 
         ``seed`` tells requests of one group and prompt apart; env, group, prompt and the run's seed
         salt it. None: the number of such requests before this one. Where siblings send the same
         prompt, that number depends on timing: pass ``rollout.episode_id`` to make it repeatable.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LiveSampling:
+    """What a source needs that talks to the live policy itself, such as one that serves agents.
+    ``Host.live`` gives it."""
+
+    policy: ReferenceModel
+    """The live policy, with a limit of requests in flight of its own."""
+    renderer: Any
+    """A new object of the ``renderers`` package for the policy's tokenizer, which nothing else
+    uses. Tokenizers are not thread-safe: call it from one thread at a time."""
+    temperature: float
+    """Temperature of the env; the trainer reproduces it."""
+    group_size: int
+    """The env's."""
+    max_off_policy_steps: int
+    """Setting of the run: the most versions between a rollout's first token and its batch."""
+    rollout: Callable[..., Rollout]
+    """``rollout(trace, example_id=..., group_id=..., policy_version=...)``: the rollout of a
+    complete verifiers trace. Its samples have the tokens that were sampled, and ``policy_versions``
+    where the ``info`` of the trace has ``weight_versions``. Raises ``StreamError`` for one that
+    cannot train."""
 
 
 class Host(Protocol):
@@ -169,6 +192,19 @@ class Host(Protocol):
         """The moving average of the policy's weights. As ``initial``, with ``needs_ema``."""
         ...
 
+    def past(self, version: int) -> ReferenceModel:
+        """The policy at an earlier version, for an algorithm that declares ``needs_past`` and in an
+        env with an agent whose ``model`` is ``past``. One engine serves one version at a time:
+        requests for another one wait until those in flight, and the episodes against it, have
+        ended. A request raises ``VersionGone`` for a version that is not kept."""
+        ...
+
+    @property
+    def past_versions(self) -> tuple[int, ...]:
+        """The versions that ``past`` has now, in order: 0 and those that ``[orchestrator.past]``
+        keeps."""
+        ...
+
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Core closes it at the end of the run."""
         ...
@@ -176,6 +212,31 @@ class Host(Protocol):
     @property
     def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
         """``policy.generate``: sample from the live policy."""
+        ...
+
+    async def rollout(self, prefix: Prefix, *, number: int = 0) -> Rollout:
+        """Go on from the middle of a rollout of this env: with its tools, its other messages and
+        its reward. ``number`` tells branches of one prefix apart; a run of the same seed repeats
+        them.
+
+        The episode is played again from its start, with the replies that are recorded up to the
+        prefix, so its environment has to answer alike. What is recorded has no ``loss_mask`` in the
+        result, which may therefore have no sample: append the others by ``Rollout.adopt`` to train
+        them. Raises ``BranchFailed`` if the episode fails, ``ConfigError`` for an env of several
+        agents and one whose workers are elsewhere.
+        """
+        ...
+
+    async def reward(self, sample: Sample, rollout: Rollout) -> float:
+        """The env's reward of an episode in which the policy replies as in ``sample``; replies that
+        the sample does not have as sampled are those of ``rollout``. Raises as ``rollout``, and
+        ``BranchFailed`` if the episode does not end with the sample."""
+        ...
+
+    def live(self, *, max_concurrency: int) -> LiveSampling:
+        """The live policy for a source that talks to it itself. ``max_concurrency``: limit of its
+        requests in flight, which do not count in the limit of ``policy``. Loads a tokenizer: call
+        it in a thread."""
         ...
 
     def decode(self, token_ids: Tokens) -> str:
@@ -229,6 +290,12 @@ class Host(Protocol):
         """The labels of every training env of the run."""
         ...
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints (``ckpt.enabled``). False: ``save`` is never called,
+        and a run that fails begins again."""
+        ...
+
 
 class Algorithm(Offer):
     """One env's training signal. Subclass, set ``name``, implement a scoring hook."""
@@ -247,11 +314,25 @@ class Algorithm(Offer):
     """Whose gradient its expected update claims to be; ``none``: no claim. Another one is a method
     of a question's ``Outcomes`` (``prime-rl plugins prove``)."""
 
-    needs_heads: ClassVar[tuple[str, ...]] = ()
-    """Heads whose outputs its losses read. A run without one of them is a config error."""
+    needs_heads: Collection[str] = ()
+    """Heads whose outputs its losses read. A run without one of them is a config error. Set it in
+    ``__init__`` where a setting chooses it."""
 
     group_relative: ClassVar[bool] = False
     """Credit is relative to siblings: ``group_size = 1`` cannot learn and is a config error."""
+
+    needs_siblings: bool | None = None
+    """Its ``score_group`` compares the rollouts of a group, which therefore wait for each other.
+    False: it looks at each alone, so that a rollout trains as soon as it ends. None: it does if it
+    is ``group_relative`` or has a ``score_group``."""
+
+    grows_groups: ClassVar[bool] = False
+    """It asks for more members than ``group_size`` (``wanted_members``): an env whose
+    ``max_group_size`` is not larger is a config error."""
+
+    trains_at_most: int | None = None
+    """Most members of a group that it trains: it assigns the weight 0 to the others. A group that
+    may grow (``wanted_members``) keeps so many places in the batch. None: all members train."""
 
     needs_frozen_source: ClassVar[bool] = False
     """It imitates its source: sampling from the policy itself is a config error."""
@@ -269,8 +350,19 @@ class Algorithm(Offer):
     needs_ema: bool = False
     """It reads ``host.ema``: an engine that the run starts, with ``trainer.ema_decay``."""
 
+    needs_past: bool = False
+    """It reads ``host.past``: the run keeps earlier versions of the policy and starts an engine for
+    them (``[orchestrator.past]``)."""
+
     order_dependent: ClassVar[bool] = False
     """Credit depends on earlier rollouts, as with a running baseline."""
+
+    @property
+    def compares_siblings(self) -> bool:
+        """``needs_siblings``, or else the value that follows from the class."""
+        if self.group_relative or self.needs_siblings is not None:
+            return self.group_relative or bool(self.needs_siblings)
+        return hasattr(type(self), "score_group")
 
     def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
         """Raise ``ConfigError`` if the settings do not fit the env's agents.

@@ -6,25 +6,33 @@ settings. Instances compare by identity: two envs may run the same settings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
+
+from prime_rl.config.base import Removed
 
 
 class PluginConfig(BaseModel):
     """Settings of a plugin class. Unknown keys are errors; the string under a field documents
     it. Defaults are validated like values of the TOML."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {}
+    """Keys of earlier versions of the plugin, by name."""
+
+    # The validator is built when a value is first validated: a list of plugins needs none.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
-    )
+        defer_build=True, extra="forbid", frozen=True,
+        use_attribute_docstrings=True, validate_default=True,
+    )  # fmt: skip
 
 
 class Offer:
     """Anything a plugin registers: a name to select it by, and the settings it takes."""
 
     name: ClassVar[str]
-    """What a config selects it by: ``algo.type = "<name>"``."""
+    """The name by which a config selects it: ``algo.type = "<name>"``."""
 
     config_class: ClassVar[type[PluginConfig]] = PluginConfig
     """The pydantic model that validates its table of the TOML."""

@@ -2,8 +2,9 @@
 """Every hook, in the order a run meets them.
 
     sampler -> [prepare_rollout] -> rollout -> [score_rollout] [observation_weights]
-            -> [score_group] -> [filter_rollout] -> [score_batch] -> packer -> [batch_packed]
-            -> wire -> trainer -> [step_finished] -> weights -> [weights_published] -> sampler
+            -> [wanted_members] -> [score_group] -> [filter_rollout] -> [score_batch]
+            -> [score_envs] -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
+            -> weights -> [weights_published] -> sampler
 
 A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any
 subset of the arguments, by name. Five rules:
@@ -12,8 +13,8 @@ subset of the arguments, by name. Five rules:
   implementations must be sync; ``async def`` is refused.
 * Every implementation runs. The last registered runs first; ``tryfirst`` and ``trylast`` move one.
   No hook stops at the first result.
-* A wrapper (``@hookimpl(wrapper=True)``) is a generator with one ``yield``. What follows it runs
-  when everything it wraps is done, async implementations included.
+* A wrapper (``@hookimpl(wrapper=True)``) is a generator with one ``yield``. The code after the
+`yield` runs when everything inside is done, async implementations included.
 * An exception stops the run: handle expected failures inside the hook.
 * Hooks run per rollout, per group or per step; never per token.
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from prime_rl.plugins.launchers import Engine, Launcher
     from prime_rl.plugins.loss import Head, Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
-    from prime_rl.plugins.observer import Monitor, Observer
-    from prime_rl.plugins.sampler import RolloutPlan, Sampler, Source
+    from prime_rl.plugins.observer import Monitor, RunObserver
+    from prime_rl.plugins.sampler import GroupProgress, RolloutPlan, Sampler, Source
     from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
     from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
@@ -84,13 +85,14 @@ def register_engines() -> Iterable[type[Engine]]:
 
 
 @hookspec
-def register_monitors() -> Iterable[type[Monitor]]:
-    """Offer monitors, selected by a table ``[monitors.<name>]``."""
+def register_observers() -> Iterable[type[RunObserver]]:
+    """Offer what sees a run: subclasses of ``Observer``, ``Monitor`` and ``TrainerObserver``.
 
-
-@hookspec
-def register_observers() -> Iterable[type[Observer]]:
-    """Offer observers. All of them take part; a table ``[observers.<name>]`` has settings."""
+    An ``Observer`` or ``TrainerObserver`` takes part where it is installed; ``[observers.<name>]``
+    or ``[trainer.<name>]`` has its settings. A ``Monitor`` takes part in a run with a table
+    ``[monitors.<name>]``. The trainer loads the entry-point group ``prime_rl.trainer`` only: name
+    a plugin with a ``TrainerObserver`` there, and one with both sorts under both groups.
+    """
 
 
 @hookspec
@@ -137,11 +139,6 @@ def register_heads() -> Iterable[type[Head]]:
 
 
 @hookspec
-def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
-    """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings."""
-
-
-@hookspec
 def register_tunings() -> Iterable[type[Tuning]]:
     """Offer tunings, each selected by a table ``[trainer.<name>]``; a run has one at most."""
 
@@ -175,6 +172,20 @@ async def prepare_rollout(plan: RolloutPlan) -> None:
     """
 
 
+@hookspec
+def wanted_members(progress: GroupProgress) -> int | None:
+    """How many members the group shall have; None: as many as now.
+
+    Called whenever the next member by number has ended and its ``score_rollout`` is done. More than
+    ``progress.size``: further members are sampled, at most ``progress.max_group_size``
+    (``max_group_size`` of the env). Fewer: those with higher numbers are cancelled, or left out if
+    they have ended; up to ``progress.ended``, the group is complete. The largest answer of several
+    plugins counts. Decide by ``progress`` alone, so that a resumed run decides the same.
+
+    Not called for the groups of a ``Source``.
+    """
+
+
 # -- scoring: called in the scope of one env ---------------------------------------------
 
 
@@ -202,7 +213,7 @@ async def score_group(group: Group) -> None:
     """Score a complete group: group-relative credit, by ``rollout.assign_advantages``.
 
     Runs once, after ``score_rollout`` has finished for every member. Failed members are missing, so
-    expect fewer than ``group_size``.
+    expect fewer than ``group_size``, or more where ``wanted_members`` asked for more.
     """
 
 
@@ -213,6 +224,20 @@ async def score_batch(groups: Sequence[Group]) -> None:
     Runs once per batch. ``groups`` are in the order of ``group_id``, each with the rollouts that
     train in this batch: others were dropped, or train in another. Filters run before it, so they
     see the streams of ``score_group``.
+    """
+
+
+@hookspec
+async def score_envs(batches: Mapping[str, Sequence[Group]]) -> None:
+    """Score a batch over several envs: one mean and deviation for all of them, for example.
+
+    Runs once per batch for all envs whose algorithms are of one class with equal settings, after
+    ``score_batch`` of each, in the scope of the first of them in the config: its algorithm keeps
+    what it remembers for all. ``batches``: one for each env, in the order of the config, what
+    ``score_batch`` of that env got; an env without a rollout in the batch is missing.
+
+    Implement it in an algorithm. In the package of an env it would also see the rollouts of the
+    other envs.
     """
 
 
@@ -228,7 +253,23 @@ def filter_rollout(rollout: Rollout, group: Group) -> str | None:
     """
 
 
-# -- observation, deprecated: override the methods of an ``Observer`` instead ---------------
+# -- deprecated: called as before, until contract version 4 --------------------------------
+
+
+@hookspec
+def register_monitors() -> Iterable[type[Monitor]]:
+    """Offer monitors.
+
+    Deprecated: use ``register_observers``.
+    """
+
+
+@hookspec
+def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
+    """Offer observers of the trainer, from the entry-point group ``prime_rl.trainer``.
+
+    Deprecated: use ``register_observers``.
+    """
 
 
 @hookspec

@@ -42,7 +42,7 @@ class Task:
     num_ports: int = 0
     """Ports it listens on."""
     apart: bool = False
-    """It needs a node without another task of its part."""
+    """No two tasks with this mark and of the same part share a node."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Place:
 
 @dataclass(frozen=True)
 class ProcessCommand:
-    """How to start one process."""
+    """How to start one process, in the folder in which the run was started."""
 
     argv: Sequence[str]
     log: Path
     """Gets its stdout and stderr, appended. In the run directory."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to what it inherits. Carries secrets."""
+    """Added to the variables that it inherits. Carries secrets."""
     needs: Sequence[Path] = ()
     """Files it must find where it runs. A remote launcher refuses a machine without them."""
     inherits: Sequence[str] | None = ()
@@ -110,8 +110,9 @@ class Launcher(Offer):
     def place(
         self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
     ) -> Mapping[str, Place]:
-        """A place for each task, by its name. While it waits, ``tell`` shows the user for what. It
-        is called again with tasks that have ended and start again: their places may have changed.
+        """A place for each task, by its name. While it waits, ``tell`` shows the user the reason.
+        It is called again with tasks that have ended and start again: their places may have
+        changed.
 
         Raises ``RunError`` if there is none."""
         raise NotImplementedError
@@ -136,26 +137,37 @@ class EngineLaunch:
     """The server that an engine plugin has to start."""
 
     model_path: Path
-    """A Hugging Face folder or id."""
+    """The weights that the server loads: a Hugging Face folder, or an id of the hub."""
     served_model_name: str
+    """What requests give as ``model``."""
     host: str
+    """The address to bind, without a port and without brackets."""
     port: int
     max_model_len: int
     """Prompt and completion together, in tokens."""
     seed: int
+    """The run's seed, for all that the server draws. Requests have seeds of their own."""
     admin_key: str
     """Bearer key of the admin routes. Pass it by the environment: argument lists are public."""
     status_path: Path | None = None
-    """Where the server reports its state (``prime_rl.rundir.status.Status``)."""
+    """The file ``status/NAME.json`` of the run directory, which the server writes while it starts,
+    so that the user sees what the run waits for (``prime_rl.rundir.status.Status``). None: it
+    writes no status."""
     weights_roots: Sequence[Path] | None = None
-    """Folders that weight updates lie in: the server refuses others. None: anywhere."""
+    """Folders, themselves or any parent, of all that ``/update_weights`` may name: the run
+    directory (``broadcasts/step_N``) and the folders of the first weights. The server refuses
+    others. None: anywhere."""
     policy_version: int = 0
+    """The version of the weights in ``model_path``, which the server reports until the first
+    update."""
     wait_for_model: bool = False
     """The folder is still being made: wait for the file ``.ready`` in it."""
     python: Path | None = None
     """Interpreter for the server, if ``Engine.check`` accepted one. None: ours."""
     can_sleep: bool = False
     """Engine and trainer share GPUs: ``/sleep`` has to free the memory."""
+    records_routes: bool = False
+    """The trainer replays the choices of routers: replies have ``routed_experts``."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +191,8 @@ class Engine(Offer):
     def check(self, python: Path | None) -> None:
         """Refuse what the server would fail on, before any process starts.
 
-        ``python`` is ``inference.python``; this default refuses one. Raises ``ConfigError``.
+        ``python`` is ``inference.python``; this default refuses one. Raises ``ConfigError``, or
+        warns with ``ConfigWarning``.
         """
         if python is not None:
             raise ConfigError(
@@ -195,6 +208,12 @@ class Engine(Offer):
     def num_gpus(self) -> int:
         """GPUs of one server where there are any: the size of its tensor parallelism."""
         return 1
+
+    @property
+    def capacity(self) -> int | None:
+        """Requests that one server runs at once, as its settings say; more wait. None: they do not
+        say. What a server answers in ``GET /health`` decides."""
+        return None
 
     @property
     def dtype(self) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from prime_rl.plugins.base import Offer
@@ -62,14 +63,15 @@ class LossInputs:
     temperatures: torch.Tensor | None = None
     """Sampling temperature of the token's sequence."""
     sequence_ids: torch.Tensor | None = None
-    """int64: equal for the tokens of one sequence of the call. So are ``rollout_ids`` and
-    ``group_ids`` for those of one rollout and one group."""
+    """int64: equal for the tokens of one sequence of the call. ``rollout_ids`` and ``group_ids`` do
+    the same for a rollout and a group."""
     rollout_ids: torch.Tensor | None = None
     group_ids: torch.Tensor | None = None
     streams: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     """Every stream of ``Loss.reads`` by name, ``advantages`` and ``ref_logprobs`` included."""
     initial_logprobs: torch.Tensor | None = None
-    """log π under the policy's first weights, those of ``model.name``."""
+    """log π under the policy's first weights, those of ``model.name``, or those of the last
+    ``[trainer.reference_reset]``."""
     ema_logprobs: torch.Tensor | None = None
     """log π under the moving average of the weights (``trainer.ema_decay``)."""
 
@@ -96,7 +98,25 @@ class LossOutputs:
     ``is_masked``, ``is_masked_high`` and ``is_masked_low`` also go to the token export."""
 
 
-class Loss(Offer):
+class Stateful:
+    """What a loss or a head of a run learns beside its weights, such as a coefficient that follows
+    a metric. Every rank has a copy, and the copies stay equal because each follows from the same
+    numbers."""
+
+    def batch_trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After the optimizer steps of batch ``step``. ``metrics``: those of the step over all
+        ranks, as in ``trainer.jsonl``; a loss finds its own under the names that it gave them."""
+
+    def save(self, directory: Path) -> None:
+        """Write the state that ``load`` needs, if any. The folder exists and has no other files.
+        Rank 0 calls it."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Every rank calls it. Raises ``ConfigError`` if it does not
+        fit."""
+
+
+class Loss(Stateful, Offer):
     """A component of the loss. Keep ``import torch`` inside ``__call__``: listing plugins must stay
     fast."""
 
@@ -104,10 +124,10 @@ class Loss(Offer):
     """The same as ``scope = "token"``."""
 
     scope: ClassVar[Scope] = "sequence"
-    """What one call sees whole. ``token``: each term of the sum depends on its own token alone and
-    the metrics are ``TokenMetric``s, so one call takes a whole row. ``sequence``: one sample.
-    ``rollout``: all samples of a rollout. ``group``: all rollouts of a group that train in the
-    batch, which then holds whole groups."""
+    """The rollouts or samples that one call sees whole. ``token``: each term of the sum depends on
+    its own token alone and the metrics are ``TokenMetric``s, so one call takes a whole row.
+    ``sequence``: one sample. ``rollout``: all samples of a rollout. ``group``: all rollouts of a
+    group that train in the batch, which then holds whole groups."""
 
     reads: ClassVar[tuple[Read, ...]] = ("advantages", ("ref_logprobs", None))
     """Streams and computed columns that the loss reads, by name. A stream that a member token lacks
@@ -139,17 +159,25 @@ class Loss(Offer):
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What one call of ``Head.prepare`` sees. All columns: [T], sample after sample."""
+    """What one call of ``Head.prepare`` sees. All columns of tokens: [T], sample after sample."""
 
     outputs: FloatColumn
-    """Of the head, under the weights with which the trainer began the batch; 0.0 off the mask."""
+    """The head's outputs under the weights with which the trainer began the batch; 0.0 off the
+    mask. [T], or [T, k] of a head that ``gives_vectors``."""
     loss_mask: BoolColumn
     """The tokens that train in a loss that reads the head."""
     streams: Mapping[str, StreamColumn]
-    """Every stream of ``Head.reads`` by name."""
+    """Every stream and column of ``Head.reads`` by name."""
+    lengths: tuple[int, ...] = ()
+    """[S] tokens of each sample, in order; they sum to T."""
+    rollouts: tuple[int, ...] = ()
+    """[S] equal for samples of one rollout."""
+    ends: FloatColumn | None = None
+    """[S] or [S, k]: what the head gives in the state after the last token of each sample; 0.0 for
+    a sample that does not train the head. None: the head does not ask (``Head.reads_ends``)."""
 
 
-class Head(Offer):
+class Head(Stateful, Offer):
     """A module of the trainer on the policy's hidden states, and the streams that follow from its
     outputs. Its ``name`` is that of the stream that losses read. Keep ``import torch`` inside
     ``build``.
@@ -164,23 +192,41 @@ class Head(Offer):
     never get them.
     """
 
-    scope: ClassVar[Literal["sequence", "rollout"]] = "rollout"
-    """What one call of ``prepare`` sees whole: one sample, or all samples of a rollout."""
+    scope: ClassVar[Literal["sequence", "rollout", "group"]] = "rollout"
+    """What one call of ``prepare`` sees whole: one sample, all samples of a rollout, or all
+    rollouts of a group that train in the batch, which then holds whole groups."""
 
-    reads: ClassVar[tuple[str, ...]] = ()
-    """Streams that ``prepare`` reads. An algorithm has to assign them."""
+    reads: ClassVar[tuple[Read, ...]] = ()
+    """Streams that ``prepare`` reads, by name. An algorithm has to assign them; ``(name, default)``
+    gives tokens without the stream the default instead. Also ``initial_logprobs`` and
+    ``ema_logprobs``, which the trainer computes (``LossInputs``)."""
 
     writes: ClassVar[tuple[str, ...]] = ()
     """Streams that ``prepare`` gives. No algorithm assigns them where the head trains."""
 
+    gives_vectors: ClassVar[bool] = False
+    """The module gives k numbers for each state, [N, k]: the stream that losses read is [T, k].
+    With the identity as the module, losses read the hidden states themselves."""
+
+    reads_ends: ClassVar[bool] = False
+    """``prepare`` also gets ``HeadInputs.ends``: the value of the state in which a truncated
+    rollout was left, for example."""
+
+    gives_logprobs: ClassVar[bool] = False
+    """The outputs are log π of each token under the head's own copy of the policy, and ``build`` is
+    not called: a second model that trains, such as one whose log-ratio is a reward. The run has to
+    set ``own_model``."""
+
     def build(self, hidden_size: int) -> nn.Module:
-        """A module from hidden states [N, D] to outputs [N], both float32.
+        """A module from hidden states [N, D] to outputs [N], or [N, k] of a head that
+        ``gives_vectors``; all float32.
 
         The output of a token belongs to the state before it: the hidden state that predicts it.
         """
         raise NotImplementedError
 
     def prepare(self, inputs: HeadInputs) -> Mapping[str, Values]:
-        """Each stream of ``writes``: [T], finite. Called once for each sequence or rollout with
-        tokens on the mask, before the first optimizer step of a batch."""
+        """Each stream of ``writes``: [T], or [T, k] of one that is a stream of its own and not
+        credit; finite. Called once for each sequence or rollout with tokens on the mask, before the
+        first optimizer step of a batch."""
         return {}

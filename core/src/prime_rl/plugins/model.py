@@ -40,7 +40,8 @@ class ModelMaker(Offer):
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what ``make`` would lack, before any process starts and without
-        heavy imports. Not called for a model that has been made."""
+        heavy imports; or warn with ``ConfigWarning``. Not called for a model that has been
+        made."""
 
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
         """Write a Hugging Face folder (config, safetensors, tokenizer) into the empty
@@ -63,9 +64,15 @@ class RendererOffer(Offer):
         heavy imports. ``model`` is ``model.name``: a folder, a hub id, or a model made here."""
 
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:
-        """The ``renderers`` config object for a tokenizer folder. Raises ``ConfigError`` if nothing
-        fits."""
+        """The ``renderers`` config object for a model. Raises ``ConfigError`` if nothing fits."""
         raise NotImplementedError
+
+    def build_for(
+        self, load_tokenizer: Callable[[], Any], model: str, fields: Mapping[str, Any]
+    ) -> Any:
+        """``build`` where the model's tokenizer is at hand. A run calls this one. Override it to
+        choose by the tokenizer or by its chat template."""
+        return self.build(model, fields)
 
     def chat_template(self, tokenizer: Any, renderer: Any) -> ChatTemplate:
         """The chat template that a run writes into its exported models: it gives the tokens that

@@ -1,5 +1,9 @@
-"""Observers work beside the loop, at its events; monitors receive metrics. Orchestrator side:
-entry-point group ``prime_rl``."""
+"""What sees a run: ``RunObserver``, whose three subclasses say where they run.
+
+``Observer`` works beside the loop, at its events. ``Monitor`` receives metrics, in a thread of its
+own. Both are the orchestrator's. ``TrainerObserver`` (``trainer.py``) is called in the trainer. The
+hook ``register_observers`` takes all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,9 @@ class RunFacts(Protocol):
 
     @property
     def config(self) -> Any:
-        """The resolved config: ``docs/config.md`` lists its keys."""
+        """The resolved config, frozen: tables of the TOML are attributes, as in
+        ``config.orchestrator.group_size``. ``docs/config.md`` lists its keys. Its class is core's
+        (``config/run.py``), so the contract cannot name it."""
 
     @property
     def run_dir(self) -> Path:
@@ -27,15 +33,17 @@ class RunFacts(Protocol):
 
     @property
     def launch(self) -> Any:
-        """Where its processes run, and its first step."""
+        """The fields of ``configs/launch.json``, as attributes: addresses of the processes, and
+        ``first_step``, which is greater than 1 in a resumed run."""
 
     @property
     def hooks(self) -> Any:
-        """The loaded plugins."""
+        """The loaded plugins: an argument of functions of core that find offers by name."""
 
     @property
     def status(self) -> Any:
-        """What the orchestrator's process says of itself: ``status.report(state)``."""
+        """What the orchestrator's process says of itself: ``status.report(state, **details)`` shows
+        the text ``state``, and details by name."""
 
 
 class SharedParts(Protocol):
@@ -47,11 +55,13 @@ class SharedParts(Protocol):
 
     @property
     def engines(self) -> Any:
-        """The policy's engines: ``engines.policy.version`` is the version that they serve."""
+        """The policy's engines. ``engines.policy.version``: int, the version that they serve.
+        ``engines.fleet.engines``: each of them, also those that do not serve now."""
 
     @property
     def router(self) -> Any:
-        """Samples from the policy's engines."""
+        """Samples from the policy's engines: ``await router.run(key, episode)`` plays an episode at
+        the engine that has played others of the same key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +75,40 @@ class ObserverHost:
     num_inflight: Callable[[], int]
     """Rollouts in flight for training."""
     environment: Callable[..., Any]
-    """``environment(table, harness)``: the environment of a table ``[[orchestrator.eval.env]]``;
-    the harness is for where the env and its taskset have none."""
+    """``environment(table, harness)``: the environment of a table ``[[orchestrator.eval.env]]``,
+    whose ``run`` plays one example; the harness is for where the env and its taskset have none."""
     is_scoring: Callable[[], bool] = lambda: False
     """Whether an algorithm is scoring a group: it may wait for a teacher."""
     num_waiting: Callable[[], int] = lambda: 0
     """Rollouts that were requested and have no place in the buffer yet."""
+    scored_alone: Callable[[str], bool] = lambda env: False
+    """Whether each rollout of an env is a group of its own for ``group_scored``, since nothing
+    compares siblings."""
+    max_inflight: Callable[[], int] = lambda: 1
+    """Rollouts for training that may be sampled at once now: the config's, or by default what the
+    engines say that they can run."""
+    evaluated: Callable[[int, Mapping[str, float]], None] = lambda version, metrics: None
+    """``evaluated(version, metrics)``: what an evaluation found, now or in an earlier attempt at
+    the run. Gates of training envs read it (``opens``)."""
 
 
-class Observer(Offer):
+class RunObserver(Offer):
+    """Sees a run, and changes nothing that it trains. Derive from the subclass of the place where
+    it is to run: ``Observer``, ``Monitor`` or ``TrainerObserver``.
+
+    The places are processes and threads of their own, so an instance has the methods of one: what
+    it keeps on ``self`` in the trainer, no method in the orchestrator could read. What needs two
+    places is two classes of one plugin.
+    """
+
+    @staticmethod
+    def check(config: Any) -> None:
+        """Raise ``ConfigError`` if the run's resolved config (see ``RunFacts.config``) does not
+        fit, before anything starts; or warn with ``ConfigWarning``. Called where the observer takes
+        part."""
+
+
+class Observer(RunObserver):
     """Takes part in every run in which it is installed. It overrides the methods it needs.
 
     The loop calls its observers in order and waits for each of them: reports first, then installed
@@ -86,11 +121,6 @@ class Observer(Offer):
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config)
         self.host = host
-
-    @staticmethod
-    def check(config: Any) -> None:
-        """Raise ``ConfigError`` if the run's resolved config does not fit, before anything
-        starts."""
 
     async def setup(self) -> None:
         """Prepare, while the engines start."""
@@ -114,8 +144,10 @@ class Observer(Offer):
         """A group has its credit; ``version`` is the policy's now."""
 
     def rollouts_lost(self, env: str, outcome: str, number: int) -> None:
-        """Rollouts that no batch gets. ``outcome``: ``error/<class>``, or ``cancelled`` for those
-        that new weights made too old."""
+        """Rollouts that end without a score, so that no batch sees them. ``outcome``:
+        ``error/<class>``; ``cancelled`` for those in flight that new weights made too old, or that
+        ``partial_groups`` cut off; ``stopped`` for members beyond the number that
+        ``wanted_members`` asked for. Scored rollouts that do not train are in ``Batch.dropped``."""
 
     def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
         """An ``error/<kind>`` of ``rollouts_lost``, after so many sampled tokens and turns."""
@@ -139,17 +171,26 @@ class Observer(Offer):
         engines sleep until then; installed observers are called before that too."""
 
     def version_served(self, version: int) -> None:
-        """The engines sample from ``version``."""
+        """The engines sample from ``version``. They skip a version if a newer one is there, so this
+        is not called for each."""
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """The trainer's own metrics of a step."""
+
+    async def checkpoint_complete(self, step: int, folder: Path) -> None:
+        """The checkpoint of ``step`` is complete, in ``folder``: its files never change.
+
+        The run goes on meanwhile, so an upload may take its time; the next checkpoint is announced
+        after it. ``ckpt.keep_last`` may delete the folder once newer ones are complete. At its end
+        the run waits for the last checkpoint if any observer has this method. A resumed run begins
+        with the call for the checkpoint it resumes: the attempt before may have missed it."""
 
     def take_metrics(self) -> Mapping[str, float]:
         """What was measured since the last call; logged with the next batch."""
         return {}
 
 
-class Monitor(Offer):
+class Monitor(RunObserver):
     """Receives metrics. A failing monitor is reported and does not stop the run."""
 
     in_background: ClassVar[bool] = True

@@ -25,7 +25,7 @@ class EngineFacts:
     """One engine, as the orchestrator sees it."""
 
     version: int | None = None
-    """Of the weights that it serves; None: it serves none now."""
+    """The version of the weights that it serves. None: it serves none now."""
     has_served: bool = False
     silence: int | None = None
     """It accepts connections and answers nothing: the number of this silence, from 1, so that each
@@ -37,11 +37,11 @@ class Facts:
     """What recovery and restarts decide by."""
 
     waits_for: Literal["orchestrator", "engines"] | None = None
-    """Of the trainer: the part of the run that it waits for."""
+    """The part of the run that the trainer waits for."""
     engines: dict[str, EngineFacts] = field(default_factory=dict)
-    """Of the orchestrator's report of the policy's engines: each one."""
+    """The policy's engines by name, in the orchestrator's report."""
     fault: Literal["plugin", "other_rank"] | None = None
-    """Of a process that failed: a plugin's fault, which its error names; or another rank of the
+    """Why a process failed: by a plugin, which the error names, or because another rank of the
     trainer had failed before."""
 
     @property

@@ -15,8 +15,10 @@ from pydantic import Field, PositiveFloat
 
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.base import Offer, PluginConfig
+from prime_rl.plugins.observer import RunObserver
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -26,13 +28,31 @@ if TYPE_CHECKING:
 
 class OptimizerMaker(Offer):
     """Makes the policy's optimizer. ``trainer.optim.type`` selects it by name. Keep ``import
-    torch`` inside the methods."""
+    torch`` inside the methods.
+
+    The optimizer only steps. Core clips the gradient's norm before (``trainer.optim.max_norm``),
+    omits the step where loss or gradient is not finite, and zeroes the gradient after."""
 
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
         """The optimizer of the parameters that require a gradient, which may be shards
         (``DTensor``). Core sets the ``lr`` of its groups before each step. The decay is decoupled:
         a step subtracts ``lr * weight_decay * weights``."""
         raise NotImplementedError
+
+    weighs_envs: ClassVar[bool] = False
+    """It weighs the gradients of the envs (``env_weights``). Each row of a batch then has one env,
+    and the trainer keeps one gradient per env during a step. False: neither costs anything."""
+
+    def env_weights(self, step: int, envs: Sequence[str], products: np.ndarray) -> Sequence[float]:
+        """The weight of each env's gradient in the sum that is clipped and stepped; 1.0 for all is
+        the plain step.
+
+        ``envs``: E of them, those in this optimizer step, in order of their names. ``products``:
+        [E, E] float64, the inner products of their gradients over all weights and ranks. Every rank
+        calls this with the same numbers: decide by them alone. Gradients that are not finite skip
+        the step, without a call. By default: 1.0 for each.
+        """
+        return [1.0] * len(envs)
 
     def resumes(self, before: Mapping[str, Any]) -> bool:
         """Whether it can continue from a checkpoint whose table ``[trainer.optim]`` was
@@ -69,7 +89,7 @@ class Tuning(Offer):
 
     def check(self, model_dir: Path) -> None:
         """Before any process starts: raises ``ConfigError`` if the settings do not fit the model,
-        whose folder may not be there yet."""
+        whose folder may not be there yet; or warns with ``ConfigWarning``."""
 
     def prepare(self, model: nn.Module, model_dir: Path, adapter: Path | None) -> None:
         """Freeze weights, and add an adapter, in place: a new one, or that of the folder
@@ -86,7 +106,7 @@ class Tuning(Offer):
         raise NotImplementedError
 
     def metadata(self) -> Mapping[str, str]:
-        """Of ``weights_file``."""
+        """Metadata for the header of ``weights_file``."""
         return {}
 
     def write_config(self, directory: Path) -> None:
@@ -104,9 +124,17 @@ class Kernel(Offer):
     numbers in less time or memory.
 
     ``trainer.attention`` selects it by name, and its settings are those of ``fused_lm_head``,
-    ``lm_head_block`` and ``share_prompts`` that the run sets. Keep ``import torch`` inside the
-    methods.
+    ``share_prompts``, ``triton_kernels``, ``keep_attention`` and ``offload_activations`` that the
+    run sets. Keep ``import torch`` inside the methods.
     """
+
+    computes_tokens_of_others: ClassVar[bool] = False
+    """It computes a mixture whose weights are ``DTensor`` in shards of whole experts: it sends each
+    token to the ranks of its experts, and the results back (``trainer.expert_parallel``)."""
+
+    block_logits: int | None = None
+    """For a kernel that computes logits in blocks: how many at once. None: the best number for the
+    device. Set where a device is only imitated."""
 
     def prepare(self, compiled: bool) -> None:
         """Once, before any row: register attention with transformers. ``compiled``: the decoder
@@ -122,9 +150,10 @@ class Kernel(Offer):
             raise ConfigError(f"{keys} need a kernel that has them. pip install prime-rl-kernels")
 
     def packings(self, device: torch.device) -> Sequence[Any]:
-        """The ways, the fastest first, as objects of ``prime_rl.trainer.packing.Packing``. The
-        trainer takes the first one whose log π is that of transformers, or its own way if none
-        is."""
+        """The ways, the fastest first, as objects of core's class ``Packing``
+        (``prime_rl/trainer/packing.py``), which the contract cannot import. The
+        trainer takes the first one whose log π is that of transformers, or its own implementation
+        if no kernel agrees."""
         return ()
 
     def logprobs(
@@ -150,7 +179,8 @@ class LossCall(Protocol):
 
     @property
     def tokens(self) -> Any:
-        """Where in the row the tokens lie that it saw: a slice or indices."""
+        """Where in the row the tokens lie that it saw: a ``slice``, or int64 indices [n]. Indexes
+        any [T] column of the row."""
 
     @property
     def sequence(self) -> int | None:
@@ -186,7 +216,8 @@ class RowView(Protocol):
 
     @property
     def origins(self) -> Any:
-        """[T] on the host: position of each token in the micro batch."""
+        """[T] int64 numpy array on the host: position of each token in the micro batch, whose
+        sequences the row has sorted by length."""
 
 
 class TrainerView(Protocol):
@@ -194,26 +225,27 @@ class TrainerView(Protocol):
 
     @property
     def model(self) -> Any:
-        """The policy: a transformers model, whose parameters may be shards."""
+        """The policy: a transformers ``PreTrainedModel``, whose parameters may be shards
+        (``DTensor``)."""
 
     @property
     def config(self) -> Any:
-        """The table ``[trainer]``."""
+        """The resolved table ``[trainer]``, frozen: keys are attributes. ``docs/config.md``."""
 
     @property
     def device(self) -> torch.device:
-        """Of the computation."""
+        """The device that computes the steps."""
 
     @property
     def dtype(self) -> str:
-        """Of the computation: ``float32`` or ``bfloat16``."""
+        """The dtype of the computation: ``float32`` or ``bfloat16``."""
 
     @property
     def max_steps(self) -> int:
-        """Of the run."""
+        """Number of steps of the run."""
 
 
-class TrainerObserver(Offer):
+class TrainerObserver(RunObserver):
     """Watches the trainer and changes nothing. Keep ``import torch`` inside the methods.
 
     Every installed observer is active; ``[trainer.<name>]`` has its settings. All ranks make the
@@ -238,10 +270,11 @@ class TrainerObserver(Offer):
         entropies: Tensor,
         calls: Sequence[Any],
     ) -> None:
-        """A micro batch went forward and backward. ``row``: see ``RowView``. ``logprobs``,
-        ``entropies``: [T], tokens of ``row``, without gradient. ``calls``: of loss functions, see
-        ``LossCall``. With ``trainer.epochs`` each epoch calls this again, with the same
-        ``micro_batch`` object."""
+        """A micro batch went forward and backward. ``micro_batch``: the row as the orchestrator
+        packed it, with numpy columns [T] by name (core's ``wire/micro_batch.py``). ``row``: the
+        same on the device, see ``RowView``. ``logprobs``, ``entropies``: [T], tokens of ``row``,
+        without gradient. ``calls``: the calls of loss functions, see ``LossCall``. With
+        ``trainer.epochs`` each epoch calls this again, with the same ``micro_batch`` object."""
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """All rows of the batch are done; its last optimizer step follows. Returns further metrics:

@@ -33,7 +33,8 @@ class RunView(Offer):
         """Show the current state. Called several times per second."""
         for name, report in self.reports():
             waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
-            if self._printed.get(name) != (news := f"{report.state}{waits}"):
+            news = f"{report.state}{waits}"
+            if self._printed.get(name) != news:
                 self._printed[name] = news
                 self.print(f"{name}: {news}")
 

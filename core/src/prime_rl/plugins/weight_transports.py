@@ -130,7 +130,7 @@ class WeightTransport(Offer):
 
     def check(self, device: str) -> None:
         """Refuse a ``trainer.device`` (``auto``, ``cpu``, ``cuda``) that cannot send. Raises
-        ``ConfigError``."""
+        ``ConfigError``, or warns with ``ConfigWarning``."""
 
     def compare(self, trainer: Mapping[str, str], engines: Mapping[str, str]) -> str | None:
         """What the libraries of the two sides mean for this transport, in words; None: nothing.

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 import traceback
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,9 +25,11 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat, TypeAlias
 
 from prime_rl.entries import entries
-from prime_rl.errors import PluginError, PrimeRLError
+from prime_rl.errors import PluginError, PrimeRLError, StreamError, Terminated
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.status import Facts
+from prime_rl.registry.guards import is_number
+from prime_rl.rollout import CALLER, LATE
 
 CORE = str(Path(__file__).parents[1])
 STDLIB = sysconfig.get_path("stdlib")
@@ -49,9 +52,36 @@ class Call:
     owner: object
     """The module or object that has the code."""
     arguments: Mapping[str, Any]
+    ended: bool = False
+    dropped: list[str] = field(default_factory=list)
+    """Coroutines of the plugin that this call made and nothing awaited."""
     task: object = field(default_factory=_task)
     """The asyncio task that calls; None: no task."""
+    writers: list[Any] = field(default_factory=list)
+    """Other tasks that have written credit in this call."""
     started: float = field(default_factory=time.monotonic)
+
+    def wrote(self) -> None:
+        """Credit is being written in this call."""
+        task = _task()
+        if task not in (None, self.task, *self.writers):
+            self.writers.append(task)
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The error of a task that has written credit, and that nothing has awaited."""
+        for task in self.writers:
+            # asyncio clears this private attribute as soon as anything asks for the error.
+            if getattr(task, "_log_traceback", False):
+                error: BaseException = task.exception()
+                return error
+        return None
+
+    @property
+    def package(self) -> str:
+        """The top-level package of the code."""
+        module = getattr(self.owner, "__name__", "") or type(self.owner).__module__
+        return str(module).partition(".")[0]
 
     @property
     def source(self) -> str:
@@ -69,6 +99,8 @@ class Call:
     def place(self) -> str:
         """Env and group, or step, of the arguments."""
         for name, value in self.arguments.items():
+            if name == "batches":
+                return f"envs {', '.join(map(repr, value))}"
             while isinstance(value, list | tuple) and value:
                 value = value[0]
             if hasattr(value, "group_id"):
@@ -88,8 +120,8 @@ def _entry_of(module: str) -> EntryPoint | None:
     """The entry point of the plugin that has a module; None for core's own."""
     top = module.partition(".")[0]
     installed = (e for group in (PROJECT, TRAINER_GROUP) for e in entries(group))
-    found = (e for e in installed if e.module.partition(".")[0] == top != "prime_rl")
-    return next(found, None)
+    matching = (e for e in installed if e.module.partition(".")[0] == top != "prime_rl")
+    return next(matching, None)
 
 
 def blame(error: BaseException, call: Call) -> None:
@@ -110,9 +142,12 @@ def fault(error: BaseException) -> str | None:
     frames = [*traceback.walk_tb(error.__traceback__)]
     call: Call | None = getattr(error, "prime_rl_call", None)
     for frame, _ in () if call else frames:  # a sampler, an observer: found by their modules
-        entry = _entry_of(name := str(frame.f_globals.get("__name__", "")))
+        name = str(frame.f_globals.get("__name__", ""))
+        entry = _entry_of(name)
         if entry:
-            call = Call(entry.name, frame.f_code.co_qualname, sys.modules.get(name), {})
+            call = Call(
+                entry.name, frame.f_code.co_qualname, owner=sys.modules.get(name), arguments={}
+            )
             break
 
     if call is None:
@@ -121,15 +156,15 @@ def fault(error: BaseException) -> str | None:
         place = "" if str(error).startswith("env ") or not call.place else f", {call.place}"
         return f"{call.source}, {call.hook}{place}: {error}"
 
-    package = (getattr(call.owner, "__name__", "") or type(call.owner).__module__).split(".")[0]
-    found = traceback.extract_tb(error.__traceback__)
-    own = [
+    package = call.package
+    summaries = traceback.extract_tb(error.__traceback__)
+    of_plugin = [
         summary
-        for summary, (frame, _) in zip(found, frames, strict=True)
+        for summary, (frame, _) in zip(summaries, frames, strict=True)
         if str(frame.f_globals.get("__name__", "")).split(".")[0] == package != "prime_rl"
         or not summary.filename.startswith((CORE, STDLIB, *INSTALLED))
     ]
-    lines = "".join(traceback.format_list(own)).rstrip()
+    lines = "".join(traceback.format_list(of_plugin)).rstrip()
     return f"{call}: {type(error).__name__}: {error}\n{lines}".rstrip()
 
 
@@ -167,7 +202,7 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
         if not re.fullmatch(r"[\w.@-]+(/[\w.@-]+)*", name, re.ASCII):
             raise ValueError(name)
         logged.append((f"plugin/{plugin}/{name}", _number(value), _number(weight, 0.0)))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise PluginError(
             f"plugin {plugin!r}: log_metric{(name, value, weight)}: expected a name of letters, "
             "digits and _.@- between slashes, a finite number or a 0-dim tensor, a weight >= 0"
@@ -177,9 +212,11 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
 def _number(number: Any, least: float = -math.inf) -> Any:
     if hasattr(number, "detach") and not number.dim():
         return number.detach().clone()  # the plugin may change its tensor in place
-    if not (math.isfinite(number := float(number)) and number >= least):
-        raise ValueError(number)
-    return number
+
+    value = float(number)
+    if not math.isfinite(value) or value < least:
+        raise ValueError(value)
+    return value
 
 
 def take_logged() -> list[tuple[str, Any, Any]]:
@@ -218,21 +255,155 @@ def running(
     owner: object = None,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """The code inside is the plugin's. ``logged`` keeps its values apart from the process's. With
-    a ``hook``, the call is in ``RUNNING`` and is to blame for an error."""
+    """The code inside counts as the plugin's code. ``logged`` keeps its values apart from the
+    process's. With a ``hook``, the call is in ``RUNNING`` and is to blame for an error."""
     token = _running.set((plugin, _running.get()[1] if logged is None else logged))
-    call = Call(plugin, hook, owner, arguments)
+    call = Call(plugin, hook, owner=owner, arguments=arguments)
+    caller = CALLER.set(call) if hook else None
     try:
         if hook:
             RUNNING[id(call)] = call
         yield
+        if call.dropped:
+            raise PluginError(
+                f"the coroutine {call.dropped[0]}() was never awaited, so its body has not run. "
+                "Write await before the call, in an async def."
+            )
+        unseen = call.unseen_error
+        if unseen is not None:
+            raise PluginError(
+                "a task that writes credit failed, and the hook does not await it, so a part of "
+                f"the credit is missing: {type(unseen).__name__}: {unseen}. Await the task "
+                "(await, asyncio.gather, asyncio.TaskGroup)."
+            ) from unseen
+    except (StopIteration, StopAsyncIteration) as error:
+        if not hook:
+            raise
+        # A coroutine around the hook would make a RuntimeError of it, without its traceback.
+        refused = PluginError(
+            f"it raised {type(error).__name__}: next() has found nothing. Give next() a default, "
+            "as in next(items, None), or raise an exception that says what is missing."
+        )
+        blame(refused, call)
+        raise refused.with_traceback(error.__traceback__) from error
     except Exception as error:
         if hook:
             blame(error, call)
         raise
+    except SystemExit as error:
+        if not hook or isinstance(error, Terminated):
+            raise
+        raise exit_refused(error, call) from error
+    except BaseException as error:
+        said = _no_exception(error, call) if hook else None
+        if said is None:
+            raise
+        refused = PluginError(said)
+        blame(refused, call)
+        raise refused.with_traceback(error.__traceback__) from error
     finally:
+        call.ended = True
         RUNNING.pop(id(call), None)
         _running.reset(token)
+        if caller is not None:
+            CALLER.reset(caller)
+
+
+def _no_exception(error: BaseException, call: Call) -> str | None:
+    """What is wrong with an error of a plugin that is no ``Exception``. None: it comes from outside
+    of the plugin, which is being cancelled, closed or interrupted."""
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return None
+
+    if type(error).__module__ == "_pytest.outcomes":
+        return None  # a skip or a failure in the plugin's own tests
+
+    asyncio = sys.modules.get("asyncio")  # the trainer has no event loop
+    if asyncio is not None and isinstance(error, asyncio.CancelledError):
+        cancelling = getattr(call.task, "cancelling", None)
+        if cancelling is not None and cancelling():
+            return None
+        return (
+            "it raised CancelledError, and nothing has cancelled the hook: what it awaited was "
+            "cancelled, by itself or by another task. Catch it, and raise what is wrong."
+        )
+
+    return (
+        f"it raised {type(error).__name__}, which is no Exception (as a panic in a library that is "
+        f"written in Rust): {error}. It would end the process without a word about the plugin. "
+        "Catch it in the hook, and raise what is wrong."
+    )
+
+
+def exit_refused(error: SystemExit, call: Call | None = None) -> PluginError:
+    """What a ``SystemExit`` in a plugin's code becomes. By itself it would end the process as if
+    the run were done. ``call``: None where only the traceback tells whose code it was."""
+    refused = PluginError(
+        f"it raised SystemExit({error.code!r}), which would end the process in the middle of the "
+        "run. Raise an exception that says what is wrong, or return."
+    )
+    if call is not None:
+        blame(refused, call)
+    return refused.with_traceback(error.__traceback__)
+
+
+@contextmanager
+def watching_coroutines() -> Iterator[None]:
+    """Within it, a coroutine of a plugin that nothing awaited is an error: of the call of a hook
+    that dropped it, else of the run (``rollout.LATE``). Otherwise Python only warns of it."""
+    before = sys.unraisablehook
+
+    def look(unraisable: Any) -> None:
+        coroutine = unraisable.object
+        if not (unraisable.exc_type is RuntimeWarning and inspect.iscoroutine(coroutine)):
+            before(unraisable)
+            return
+
+        frame = coroutine.cr_frame
+        module = str(frame.f_globals.get("__name__", "")) if frame else ""
+        name = coroutine.__qualname__
+        call = CALLER.get()
+        if call is not None and not call.ended and call.package == module.partition(".")[0]:
+            call.dropped.append(name)
+        elif (entry := _entry_of(module)) is not None:
+            late = Call(entry.name, name, owner=sys.modules.get(module), arguments={}, ended=True)
+            said = "its coroutine was never awaited, so its body has not run. Await it."
+            LATE.append((StreamError(said), late))
+        else:
+            before(unraisable)
+
+    with warnings.catch_warnings():
+        message = "coroutine .* was never awaited"
+        warnings.filterwarnings("error", message=message, category=RuntimeWarning)
+        sys.unraisablehook = look
+        try:
+            yield
+        finally:
+            sys.unraisablehook = before
+
+
+def raise_late() -> None:
+    """Raise what code that a hook left behind has done since, which nothing awaits."""
+    if LATE:
+        error, call = LATE[0]
+        LATE.clear()
+        if call is not None:
+            blame(error, call)
+        raise error
+
+
+def checked_metrics(metrics: Mapping[str, Any], owner: object, hook: str) -> Mapping[str, Any]:
+    """What a method of a plugin gave as metrics. Raises ``PluginError`` for a value that is no
+    number: whatever reports it would fail in its place."""
+    for name, value in metrics.items():
+        if not is_number(value):
+            plugin = str(getattr(owner, "name", type(owner).__name__))
+            error = PluginError(
+                f"the metric {name!r} is {value!r}, expected a number. Log text by a logger."
+            )
+            blame(error, Call(plugin, hook, owner=owner, arguments={}))
+            raise error
+    return metrics
 
 
 @contextmanager
@@ -249,8 +420,8 @@ def run_as(plugin: str, hook: str, owner: object, names: Sequence[str], function
     """An implementation or a wrapper of a sync hook, as code of the plugin; it takes ``names``."""
 
     def call(arguments: Sequence[Any]) -> AbstractContextManager[None]:
-        given = dict(zip(names, arguments, strict=True))
-        return running(plugin, hook=hook, owner=owner, arguments=given)
+        by_name = dict(zip(names, arguments, strict=True))
+        return running(plugin, hook=hook, owner=owner, arguments=by_name)
 
     @wraps(function)
     def plain(*arguments: Any) -> Any:
@@ -260,9 +431,38 @@ def run_as(plugin: str, hook: str, owner: object, names: Sequence[str], function
     @wraps(function)
     def wrapper(*arguments: Any) -> Generator[Any, Any, Any]:
         with call(arguments):  # what it wraps sets and resets a name of its own
-            return (yield from function(*arguments))
+            return (yield from passing_on(function(*arguments)))
 
     return wrapper if inspect.isgeneratorfunction(function) else plain
+
+
+SWALLOWED = "swallowed the error of what it wraps"
+
+
+def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """A hook's wrapper. Raises ``PluginError`` if it swallows the error of what it wraps: the run
+    would go on as if the hook had done its work."""
+    yielded = next(wrapper)
+    try:
+        result = yield yielded
+    except BaseException as error:
+        try:
+            wrapper.throw(error)
+        except StopIteration:
+            if not isinstance(error, Exception):  # a cancelled run
+                raise error from None
+            source = f"{fault(error) or f'{type(error).__name__}: {error}'}".splitlines()[0]
+            raise PluginError(
+                f"this wrapper {SWALLOWED} ({source}), and the run would go on without its work. "
+                "Catch nothing around the yield; put what must run into a finally."
+            ) from error
+        raise RuntimeError("generator didn't stop: the wrapper has a second yield") from error
+
+    try:
+        wrapper.send(result)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("generator didn't stop: the wrapper has a second yield")
 
 
 class ReadOnly(dict[str, float]):

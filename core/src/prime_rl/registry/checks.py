@@ -25,10 +25,12 @@ TRAINER_HOOKS = {
     *("register_losses", "register_heads", "register_trainer_observers", "register_tunings"),
     *("register_kernels", "register_optimizers"),
 }
-SHARED_HOOKS = {"register_weight_transports"}
+SHARED_HOOKS = {"register_weight_transports", "register_observers"}
 """Hooks of both entry-point groups."""
 
 DEPRECATED: dict[str, tuple[str, int]] = {
+    "register_monitors": ("register_observers, which takes monitors too", 4),
+    "register_trainer_observers": ("register_observers, which takes them too", 4),
     "batch_packed": ("the method batch_sent of an Observer (register_observers)", 4),
     "step_finished": ("the method step_trained of an Observer (register_observers)", 4),
     "weights_published": ("the method version_served of an Observer (register_observers)", 4),
@@ -51,9 +53,15 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
                 f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never "
                 "be called. Decorate it (an override needs it too) or rename it."
             )
+        meant = None if marked or name in SPECS else _misspelt_hook(plugin, name, function)
+        if meant:
+            raise PluginError(
+                f"plugin {where}: {name!r} is no hook and has no @hookimpl, so it would never be "
+                f"called; did you mean {meant!r}? If it is a helper, begin its name with '_'."
+            )
         if marked:
-            _check_hook(name, function, where, group)
-        _warn_of_deprecated(plugin, name, function, where)
+            _check_hook(name, function, where=where, group=group)
+        _warn_of_deprecated(plugin, name, function=function, where=where)
 
 
 def marked_hooks(plugin: object) -> list[str]:
@@ -62,9 +70,18 @@ def marked_hooks(plugin: object) -> list[str]:
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name in dir(plugin):
-        found = inspect.getattr_static(plugin, name, None)
-        function = getattr(found, "__func__", found)  # static and class methods
+    """The functions of a module, class or object, in name order, without calling its
+    descriptors."""
+    classes = plugin.__mro__ if isinstance(plugin, type) else type(plugin).__mro__
+    members: dict[str, Any] = {}
+    for each in reversed(classes):
+        if each is not object:  # its methods are no hooks
+            members.update(vars(each))
+    if not isinstance(plugin, type):
+        members.update(getattr(plugin, "__dict__", {}))
+
+    for name in sorted(members):
+        function = getattr(members[name], "__func__", members[name])  # static and class methods
         if inspect.isroutine(function):
             yield name, function
 
@@ -88,7 +105,28 @@ def _warn_of_deprecated(
             warnings.warn_explicit(text, FutureWarning, code.co_filename, code.co_firstlineno)
 
 
+def _misspelt_hook(plugin: object, name: str, function: Callable[..., Any]) -> str | None:
+    """The hook that an unmarked function of a module looks like: by its name, and since it takes
+    nothing but arguments of that hook. Of classes, ``members`` looks at each method."""
+    if not inspect.ismodule(plugin) or not inspect.isfunction(function) or name.startswith("_"):
+        return None
+    close = difflib.get_close_matches(name, SPECS, n=1, cutoff=0.85)
+    if not close or name in SPECS:
+        return None
+    taken = set(inspect.signature(function).parameters)
+    known = set(inspect.signature(SPECS[close[0]]).parameters)
+    return close[0] if taken <= known and (taken or not known) else None
+
+
 def _check_version(plugin: object, where: str) -> None:
+    for name in () if isinstance(plugin, type) else getattr(plugin, "__dict__", {}):
+        if name != "prime_rl_contract" and difflib.get_close_matches(
+            name, ["prime_rl_contract"], n=1, cutoff=0.85
+        ):
+            raise PluginError(
+                f"plugin {where}: {name!r} is read by nothing; did you mean 'prime_rl_contract'?"
+            )
+
     asked = getattr(plugin, "prime_rl_contract", CONTRACT_VERSION)
     if type(asked) is not int:
         raise PluginError(
@@ -166,5 +204,5 @@ def _check_generator(name: str, function: Callable[..., Any], where: str) -> Non
     if generates and not options["wrapper"] and not name.startswith("register_"):
         raise PluginError(
             f"plugin {where}: {name!r} has a 'yield', so its body would never run. A wrapper needs "
-            "@hookimpl(wrapper=True); anything else returns."
+            "@hookimpl(wrapper=True). Any other hook returns its result."
         )

@@ -7,15 +7,15 @@ the losses declare; the trainer calls them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import get_args
 
-from prime_rl.config.trainer import LossTable, TrainerConfig
+from prime_rl.config.trainer import HeadTable, LossTable, TrainerConfig
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.loss import SCOPES, Head, Loss, Scope, Unit
+from prime_rl.plugins.loss import SCOPES, Head, Loss, Read, Scope, Unit
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import HEAD, LOSS, Offered, collect, select, settings_of
 from prime_rl.streams import (
@@ -27,6 +27,24 @@ from prime_rl.streams import (
     LossComponent,
     can_be_stream,
 )
+
+HEAD_COLUMNS = frozenset({"initial_logprobs", "ema_logprobs"})
+"""The computed columns that a head may read: those of earlier weights."""
+
+
+def names_of(reads: Iterable[Read]) -> list[str]:
+    """What is read, with a default or without."""
+    return [item if isinstance(item, str) else item[0] for item in reads]
+
+
+def head_defaults(head: Head) -> dict[str, float | None]:
+    """By stream that a head reads, the value of tokens that do not have it."""
+    return dict(item for item in head.reads if not isinstance(item, str))
+
+
+def head_required(head: Head) -> list[str]:
+    """The streams that an algorithm has to assign for a head."""
+    return [item for item in head.reads if isinstance(item, str) and item not in COMPUTED]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +60,13 @@ class Component:
     constant: float | None = None
     heads: Mapping[str, Head] = field(default_factory=dict)
     """The heads of the run."""
+    instance: Loss | None = None
+    """The loss itself, if it exists already. None: made when it is first read."""
 
     @cached_property
     def loss(self) -> Loss:
         """The loss itself; a user's own may import torch."""
-        return self.cls(self.settings)
+        return self.instance or self.cls(self.settings)
 
     @property
     def scope(self) -> Scope:
@@ -54,21 +74,22 @@ class Component:
 
     @cached_property
     def defaults(self) -> dict[str, float | None]:
-        """What stands for a stream that a token lacks, by name."""
+        """By stream, the value of tokens that do not have it."""
         pairs = [item for item in self.cls.reads if not isinstance(item, str)]
         return {name: default for name, default in pairs if name not in self.heads}
 
     @cached_property
     def read_heads(self) -> list[Head]:
         """The heads whose outputs it reads."""
-        names = (item if isinstance(item, str) else item[0] for item in self.cls.reads)
-        return [self.heads[name] for name in names if name in self.heads]
+        return [self.heads[name] for name in names_of(self.cls.reads) if name in self.heads]
 
     @cached_property
     def computed(self) -> frozenset[str]:
-        """The computed columns that it reads, and the heads."""
+        """The computed columns that it and its heads read, and the heads."""
         names = COMPUTED.intersection(name for name in self.cls.reads if isinstance(name, str))
-        return names.union(head.name for head in self.read_heads)
+        for head in self.read_heads:
+            names |= {head.name, *HEAD_COLUMNS.intersection(head.reads)}
+        return names
 
     @cached_property
     def required(self) -> list[str]:
@@ -97,6 +118,8 @@ class Component:
     def needs(self) -> frozenset[str]:
         """The computed columns that it, its heads, its scope or its divisor take."""
         units = {self.unit, f"{self.scope}s", f"{self.whole}s"} & {"rollouts", "groups"}
+        if any(head.scope == "group" for head in self.read_heads):
+            units.add("rollouts")
         return self.computed | {f"{unit[:-1]}_ids" for unit in units}
 
 
@@ -112,13 +135,16 @@ class Components:
 
     @classmethod
     def load(cls, config: TrainerConfig, hooks: Hooks) -> Components:
-        """``hooks``: of the group ``prime_rl.trainer``. Raises ``ConfigError`` for a table that no
-        head takes; those of losses are checked when they are read."""
+        """``hooks``: those of the entry-point group ``prime_rl.trainer``. Raises ``ConfigError``
+        for a table that no head takes; those of losses are checked when they are read."""
         installed = collect(hooks, HEAD)
         heads = {}
         for name, table in config.heads.items():
-            chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
-            head = heads[name] = chosen(settings_of(chosen, HEAD, table.settings, where))
+            where = f"trainer.heads.{name}"
+            chosen = select(HEAD, name, offers=installed, where=where)
+            head = chosen(settings_of(chosen, HEAD, settings=table.settings, where=where))
+            heads[name] = head
+            _check_head(head, table, where)
             for each in (head.name, *head.writes):
                 if not can_be_stream(each) or (each == head.name and each in STREAMS):
                     raise PluginError(
@@ -136,21 +162,21 @@ class Components:
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""
         tables = {**self.tables, "rl": table or LossTable()}
-        found = Components(tables, self.installed, self.heads)
-        found.made["rl"] = component = found._component("rl", type(loss), loss.config)
-        component.__dict__["loss"] = loss
-        return found
+        losses = Components(tables, self.installed, self.heads)
+        component = losses._component("rl", type(loss), settings=loss.config)
+        losses.made["rl"] = replace(component, instance=loss)
+        return losses
 
     def __getitem__(self, name: LossComponent) -> Component:
         """Raises ``ConfigError`` if no such loss is installed, or its settings are wrong."""
         if name not in self.made:
-            rl = name == "rl"
+            is_rl = name == "rl"
             table = self.tables.get(name, LossTable())
-            where = "trainer.loss" if rl else f"trainer.losses.{name}"
-            kind = getattr(table, "type", "") if rl else name
-            chosen = select(LOSS, kind, self.installed, where)
-            settings = settings_of(chosen, LOSS, table.settings, where)
-            self.made[name] = self._component(name, chosen, settings)
+            where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
+            type_name = getattr(table, "type", "") if is_rl else name
+            chosen = select(LOSS, type_name, offers=self.installed, where=where)
+            settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
+            self.made[name] = self._component(name, chosen, settings=settings)
 
         return self.made[name]
 
@@ -158,17 +184,22 @@ class Components:
         return name in self.made or name in self.installed
 
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
-        """Raises ``ConfigError`` if the run divides by what the loss cannot be divided by."""
+        """Raises ``ConfigError`` if the run selects a divisor that the loss does not allow."""
         _check_declared(cls)
         table = self.tables.get(name, LossTable())
         run = self.tables["rl"]
-        asked = table.normalize_by or ("env" if run.normalize_by == "env" else None)
+
+        # "env" is the loss's own unit per env. A loss without the key follows the run's key.
+        normalize_by = table.normalize_by
+        if normalize_by is None and run.normalize_by == "env":
+            normalize_by = "env"
         per_env = table.per_env
         if per_env is None:
-            per_env = "env" in (asked, run.normalize_by) or bool(run.per_env)
+            per_env = "env" in (normalize_by, run.normalize_by) or bool(run.per_env)
         unit: Unit = cls.normalize_by
-        if asked is not None and asked != "env":
-            unit = asked
+        if normalize_by is not None and normalize_by != "env":
+            unit = normalize_by
+
         where = "trainer.loss" if name == "rl" else f"trainer.losses.{name}"
         if unit not in ("constant", cls.normalize_by) and cls.normalize_by != "tokens":
             raise ConfigError(
@@ -185,7 +216,28 @@ class Components:
                 'normalize_by = "constant".'
             )
 
-        return Component(name, cls, settings, unit, per_env, table.constant, self.heads)
+        return Component(
+            name=name,
+            cls=cls,
+            settings=settings,
+            unit=unit,
+            per_env=per_env,
+            constant=table.constant,
+            heads=self.heads,
+        )
+
+    @property
+    def heads_of_groups(self) -> list[str]:
+        """The heads of the run that see whole groups."""
+        return [name for name, head in self.heads.items() if head.scope == "group"]
+
+    def readers(self, stream: str) -> list[str]:
+        """The losses of the run that read a stream, each with its plugin."""
+        return [
+            f"loss {component.cls.name!r} of plugin {self.installed[component.cls.name].source}"
+            for component in self.made.values()
+            if stream in component.streams and component.cls.name in self.installed
+        ]
 
     def writers(self, names: Iterable[LossComponent]) -> dict[str, Head]:
         """The streams that heads write for a rollout whose tokens train in these components."""
@@ -193,14 +245,40 @@ class Components:
         return {stream: head for head in read for stream in head.writes}
 
 
+def _check_head(head: Head, table: HeadTable, where: str) -> None:
+    """Raises ``PluginError`` for a head that reads an unknown column, ``ConfigError`` for a table
+    that does not fit the head."""
+    pairs = [(item, False) if isinstance(item, str) else (item[0], True) for item in head.reads]
+    for name, has_default in pairs:
+        if name in HEAD_COLUMNS and not has_default:
+            continue
+        if not can_be_stream(name):
+            columns = ", ".join(sorted(HEAD_COLUMNS))
+            raise PluginError(
+                f"head {head.name!r} reads {name!r}. Expected streams, each a name or "
+                f"(name, default), and columns without a default: {columns}."
+            )
+
+    if head.gives_logprobs and (head.gives_vectors or head.reads_ends):
+        raise PluginError(
+            f"head {head.name!r} gives logprobs: they are one number a token, and there is none "
+            "behind the last. Leave gives_vectors and reads_ends out."
+        )
+    if head.gives_logprobs and not table.own_model:
+        raise ConfigError(
+            f"{where}: the head {head.name!r} gives log-probabilities of a model of its own. Set "
+            "own_model = true."
+        )
+
+
 def _check_declared(cls: type[Loss]) -> None:
     """Raises ``PluginError`` for class attributes that nothing would read as they are meant."""
     names = [read if isinstance(read, str) else read[0] for read in cls.reads]
     bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
     bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
-    found = ""
+    problem = ""
     if isinstance(cls.reads, str) or bad:
-        found = (
+        problem = (
             f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
             f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
             "first six fields of LossInputs are not named"
@@ -208,10 +286,10 @@ def _check_declared(cls: type[Loss]) -> None:
 
     for key, values in (("scope", get_args(Scope)), ("normalize_by", get_args(Unit))):
         if getattr(cls, key) not in values:
-            found = f"{key} is {getattr(cls, key)!r}. Expected one of {', '.join(values)}"
+            problem = f"{key} is {getattr(cls, key)!r}. Expected one of {', '.join(values)}"
 
-    if found:
-        raise PluginError(f"loss class {cls.__qualname__}: {found}.")
+    if problem:
+        raise PluginError(f"loss class {cls.__qualname__}: {problem}.")
 
 
 @cache
@@ -223,8 +301,11 @@ def installed_losses() -> Components:
         for name, each in collect(hooks, HEAD).items()
     }
     installed = collect(hooks, LOSS)
-    constant = (name for name, each in installed.items() if each.cls.normalize_by == "constant")
-    tables = dict.fromkeys(constant, LossTable(constant=1.0)) | {"rl": LossTable()}
-    found = Components(tables, installed, heads)
-    found.made["rl"] = Component("rl", Loss)
-    return found
+    tables = {
+        name: LossTable(constant=1.0)
+        for name, each in installed.items()
+        if each.cls.normalize_by == "constant"
+    }
+    losses = Components(tables | {"rl": LossTable()}, installed, heads)
+    losses.made["rl"] = Component("rl", Loss)
+    return losses

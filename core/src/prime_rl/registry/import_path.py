@@ -34,6 +34,11 @@ def import_function(
     directory are found too. Raises ``ConfigError`` if it does not exist, or cannot be called like
     that.
     """
+    if path.endswith(".py"):
+        raise ConfigError(
+            f"import_path: got {path!r}, expected a function. Name it: '{path}:FUNCTION'"
+        )
+
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     is_file = ":" in path and module_name.endswith(".py")
     names = attribute.split(".") if is_file else [*module_name.split("."), *attribute.split(".")]
@@ -43,35 +48,37 @@ def import_function(
             "'path/to/file.py:function'"
         )
 
-    found = _import_file(path, module_name) if is_file else _import(path, module_name)
+    member = _import_file(path, module_name) if is_file else _import(path, module_name)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            functions = [n for n, each in vars(found).items() if inspect.isroutine(each)]
+        if not hasattr(member, part):
+            functions = [n for n, each in vars(member).items() if inspect.isroutine(each)]
             close = difflib.get_close_matches(part, functions, n=1)
             there = f"Functions there: {', '.join(functions) or 'none'}."
             raise ConfigError(
                 f"import_path {path!r}: module {module_name!r} has no {attribute!r}, expected a "
                 f"function of that name. {f'Did you mean {close[0]!r}?' if close else there}"
             )
-        found = getattr(found, part)
+        member = getattr(member, part)
 
-    if not callable(found):
+    if not callable(member):
         raise ConfigError(
-            f"import_path {path!r}: found a {type(found).__name__}, expected a function. Name the "
+            f"import_path {path!r}: found a {type(member).__name__}, expected a function. Name the "
             "function itself."
         )
 
     if kwargs is not None:
-        _check_call(found, path, kwargs, first)
-    return found  # type: ignore[no-any-return]
+        _check_call(member, path, kwargs=kwargs, first=first)
+    return member  # type: ignore[no-any-return]
 
 
 def folder_only_here(module: str) -> Path | None:
     """Where a top-level module is that this process can import and the processes of a run cannot;
     None: they can, or this process cannot either.
 
-    They are asked, not guessed: editable installs add finders, and a script may change its path.
-    What no folder of the path has, a plugin has added, and it does so in every process.
+    A fresh interpreter is asked, because editable installs add finders and a script may change its
+    own path.
+    A module that is in no folder of the path comes from a finder that a plugin has added, and the
+    plugin adds it in every process.
     """
     spec = None if sys.flags.safe_path else PathFinder.find_spec(module)
     if spec is None or _in_children(module, os.getcwd(), os.environ.get("PYTHONPATH", "")):
@@ -87,7 +94,7 @@ def _folder(spec: ModuleSpec) -> Path:
 
 @cache
 def _in_children(module: str, here: str, path: str) -> bool:
-    """Whether a process that starts as those of a run do finds it."""
+    """Whether the processes of a run find it."""
     code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
     done = subprocess.run([sys.executable, "-P", "-c", code, module], capture_output=True)
     return done.returncode == 0
@@ -142,7 +149,7 @@ def _import(path: str, module: str) -> Any:
             ) from error
         raise ConfigError(
             f"import_path {path!r}: module {module!r} is there, but importing it failed: "
-            f"{type(error).__name__}: {error}. Fix it."
+            f"{type(error).__name__}: {str(error).removesuffix('.')}. Fix it."
         ) from error
     finally:
         del sys.path[-1 - sys.path[::-1].index(here)]

@@ -1,10 +1,10 @@
 """The attempts of a run: whose process this one is, whether it may still write, and its end.
 
 Every process of a run, and what it starts, carries ``PRIME_RL_PROCESS`` in its environment. By it
-the supervisor finds what an attempt has left behind, also in other sessions. (The orchestrator
-hides its environment: its command line tells.) And a process of an earlier attempt that was taken
-for dead finds that it must not write any more: ``logs/latest``, which each attempt replaces before
-it changes anything else, names a later one.
+the supervisor finds the processes that an attempt has left behind, also in other sessions. (The
+orchestrator hides its environment and is found by its command line.) A process of an earlier
+attempt may have been taken for dead by mistake. It stops writing when ``logs/latest`` names a later
+attempt: each attempt replaces this link before it changes anything else.
 
 ``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: if the supervisor is killed, the kernel
 sends SIGTERM to its children, and the guard kills what is left.
@@ -76,17 +76,19 @@ def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
 
 
 def _is_of(process: psutil.Process, run_dir: Path, kept: Collection[str]) -> bool:
-    """Whether a process is of the run, and has none of the names ``kept``. Raises
+    """Whether a process belongs to the run, and its name is not among ``kept``. Raises
     ``psutil.Error``."""
     import psutil
 
     if process.cmdline()[-2:] == [ORCHESTRATOR, str(run_dir)]:
         return "orchestrator" not in kept
     try:
-        its = identity(process.environ())
+        run_of_process = identity(process.environ())
     except psutil.AccessDenied:  # another user's, or hidden
         return False
-    return its is not None and its[2] == run_dir and its[1] not in kept
+    if run_of_process is None:
+        return False
+    return run_of_process[2] == run_dir and run_of_process[1] not in kept
 
 
 if __name__ == "__main__":

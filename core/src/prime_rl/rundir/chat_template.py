@@ -10,10 +10,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
-
-from prime_rl.errors import RunError
 from prime_rl.plugins.model import ChatTemplate
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import replace_text
 
 CHOICE = "configs/chat_template.json"
@@ -29,11 +27,10 @@ def read_chat_template(run_dir: Path) -> ChatTemplate | None:
     """The run's choice; None before it is made."""
     path = run_dir / CHOICE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ChatTemplate)
+        choice: ChatTemplate = read_table(path, ChatTemplate)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+    return choice
 
 
 def put_chat_template(run_dir: Path, folder: Path) -> None:
@@ -44,7 +41,7 @@ def put_chat_template(run_dir: Path, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(chosen.text, "utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)  # a processor's template
     path = folder / "tokenizer_config.json"
-    table = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    table = read_table(path) if path.exists() else {}
     if "chat_template" in table:  # transformers prefers the file, other programs read this key
         text = json.dumps(table | {"chat_template": chosen.text}, indent=2, ensure_ascii=False)
         path.write_text(text + "\n", "utf-8")

@@ -3,6 +3,7 @@
     <run>/checkpoints/.step_5/orchestrator/   1. written before batch 5 goes to the trainer
     <run>/checkpoints/.step_5/weights/        2. the trainer, after step 5
     <run>/checkpoints/.step_5/trainer/
+    <run>/checkpoints/.step_5/states/          (if a loss or head keeps anything)
     <run>/checkpoints/.step_5/STABLE          3. everything is flushed to the disk; its digests
     <run>/checkpoints/step_5/                 4. one rename
 
@@ -15,6 +16,7 @@ last. A complete checkpoint never changes: a resume compares every file with its
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Collection
@@ -25,14 +27,17 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.config.run import CkptConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.attempts import check_current
-from prime_rl.rundir.rows import last_lines, parse_row
+from prime_rl.rundir.rows import last_lines, parse_row, read_table
 
-STABLE = "STABLE"
-"""Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
+CHECKSUMS = "STABLE"
+"""Marker file of a complete checkpoint, named like that of a published version: SHA-256 of every
+other file, by its path."""
 BEST = "best.json"
 """In ``checkpoints``: the step with the best value of ``ckpt.best``, and the last one measured."""
+REFERENCE = "reference.json"
+"""In the trainer's part: the version of the reference, if it is not the first."""
 PROGRESS = "progress.json"
 """Last file of the orchestrator's part."""
 
@@ -66,6 +71,27 @@ class Checkpoint:
         return self.directory / "trainer"
 
     @property
+    def reference(self) -> int:
+        """Version of the weights that became the reference (``trainer.reference_reset``); 0: none
+        did. Raises ``ConfigError``."""
+        path = self.trainer / REFERENCE
+        try:
+            return int(read_table(path, dict[str, int])["version"]) if path.exists() else 0
+        except (OSError, RunError, LookupError) as error:
+            raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
+
+    def write_reference(self, version: int) -> None:
+        """Raises ``OSError``."""
+        path = self.trainer / REFERENCE
+        path.write_text(json.dumps({"version": version}), "utf-8")
+        flush(path)
+
+    @property
+    def states(self) -> Path:
+        """What losses and heads keep beside their weights, a folder each. Absent if none does."""
+        return self.directory / "states"
+
+    @property
     def weights(self) -> Path:
         """The policy: a Hugging Face folder."""
         return self.directory / "weights"
@@ -77,24 +103,24 @@ class Checkpoint:
 
     @property
     def is_whole(self) -> bool:
-        return (self.directory / STABLE).exists()
+        return (self.directory / CHECKSUMS).exists()
 
     def verify(self) -> None:
         """Raise ``ConfigError`` unless every file is as it was written. Marks of earlier versions
         are empty, and say nothing about the files."""
-        marker = self.directory / STABLE
+        marker = self.directory / CHECKSUMS
         try:
-            expected = msgspec.json.decode(marker.read_bytes() or b"{}", type=dict[str, str])
-            found = digests(self.directory) if expected else {}
-        except (OSError, ValueError, RecursionError) as error:
+            expected = read_table(marker, dict[str, str]) if marker.stat().st_size else {}
+            actual = digests(self.directory) if expected else {}
+        except (OSError, RunError) as error:
             raise ConfigError(f"--resume: {marker} cannot be checked: {error}") from error
 
         for name, digest in expected.items():
-            if found.get(name) != digest:
-                fault = "is damaged" if name in found else "is missing"
+            if actual.get(name) != digest:
+                fault = "is damaged" if name in actual else "is missing"
                 raise ConfigError(
-                    f"--resume: {self.directory / name} {fault}: it is not the file that {STABLE} "
-                    "has the digest of. Resume from another checkpoint."
+                    f"--resume: {self.directory / name} {fault}: it is not the file that "
+                    f"{CHECKSUMS} has the digest of. Resume from another checkpoint."
                 )
 
 
@@ -114,8 +140,8 @@ def finished(run_dir: Path, step: int) -> Checkpoint:
 
 def whole_steps(run_dir: Path) -> list[int]:
     """Steps of the complete checkpoints, in order. Other names are ignored."""
-    found = checkpoints_dir(run_dir).glob("step_*")
-    numbered = [path for path in found if path.name.removeprefix("step_").isdecimal()]
+    folders = checkpoints_dir(run_dir).glob("step_*")
+    numbered = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
     return sorted(c.step for c in map(Checkpoint, numbered) if c.is_whole)
 
 
@@ -157,7 +183,7 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     written = unfinished(run_dir, step)
     final = finished(run_dir, step)
     flush(*written.directory.rglob("*"))
-    marker = written.directory / STABLE
+    marker = written.directory / CHECKSUMS
     marker.write_bytes(msgspec.json.encode(digests(written.directory)))
     flush(marker, written.directory)
     check_current()
@@ -175,7 +201,7 @@ def digests(directory: Path) -> dict[str, str]:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != STABLE]
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS]
     with ThreadPoolExecutor(4) as threads:
         names = (str(path.relative_to(directory)) for path in files)
         return dict(zip(names, threads.map(digest, files), strict=True))
@@ -204,9 +230,8 @@ def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> N
     ``in_use``. With ``best``, what has not been evaluated stays."""
     best = None
     measured = 0
-    with suppress(OSError, ValueError, RecursionError):  # without it, all that `best` may need stay
-        path = checkpoints_dir(run_dir) / BEST
-        best, measured = msgspec.json.decode(path.read_bytes(), type=tuple[int | None, int])
+    with suppress(OSError, RunError):  # without it, all that `best` may need stay
+        best, measured = read_table(checkpoints_dir(run_dir) / BEST, tuple[int | None, int])
 
     for step in config.superseded(whole_steps(run_dir)):
         kept = config.best is not None and (step == best or step > measured)

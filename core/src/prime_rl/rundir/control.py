@@ -25,12 +25,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import SUPERVISOR, read_status
 from prime_rl.rundir.checkpoints import durable, would_repeat
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import DONE, names_in, replace_text
 
 RECORD = f"status/{SUPERVISOR}.json"
@@ -63,9 +63,10 @@ class Supervisor:
     def has_done(cls, run_dir: Path) -> bool:
         """Whether the run ended in order, with every file that it leaves."""
         try:
-            return (record := cls.read(run_dir)) is not None and record.state == DONE
+            record = cls.read(run_dir)
         except RunError:
             return False
+        return record is not None and record.state == DONE
 
     @classmethod
     def read(cls, run_dir: Path) -> Supervisor | None:
@@ -73,11 +74,10 @@ class Supervisor:
         if the record is damaged."""
         path = run_dir / RECORD
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            record: Supervisor = read_table(path, cls)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from error
+        return record
 
 
 @contextmanager

@@ -20,12 +20,16 @@ import fcntl
 import glob
 import itertools
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from prime_rl.config.explain import explain
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError, RunHeld
+from prime_rl.errors import ConfigError, RunError, RunHeld
 
 DRY = ".dry-run"
 """Marker file of a directory that only a dry run has used."""
@@ -68,7 +72,20 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
 
 def write_config(run_dir: Path, config: RunConfig) -> None:
     """Write the resolved config of the newest attempt."""
-    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
+    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2), "utf-8")
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The resolved config of the newest attempt. Raises ``RunError`` if the file is missing or
+    damaged, or of a version with other keys."""
+    path = run_dir / "configs" / "run.json"
+    try:
+        return RunConfig.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValidationError as error:
+        problems = explain(error, RunConfig).split("\n")
+        raise RunError(f"{path} cannot be read: {'; '.join(problems[:5])}") from error
 
 
 def new_attempt(run_dir: Path) -> int:
@@ -93,7 +110,7 @@ def new_attempt(run_dir: Path) -> int:
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
     """Lock the directory for one supervisor. Raises ``RunHeld`` if another one holds it."""
-    with (run_dir / ".lock").open("a") as file:
+    with (run_dir / ".lock").open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -108,15 +125,21 @@ def runs_of(config: RunConfig) -> list[Path]:
     newest first."""
     parent = Path(config.output_dir)
     if config.run.name:
-        return [path for path in (parent / config.run.name,) if path.is_dir()]
+        named = parent / config.run.name
+        return [named] if named.is_dir() else []
+
     stem = _stem(config)
-    found = [path for path in parent.glob(f"{glob.escape(stem)}--*") if path.is_dir()]
-    numbered = {int(n): p for p in found if (n := p.name.removeprefix(f"{stem}--")).isdecimal()}
+    numbered = {}
+    for path in parent.glob(f"{glob.escape(stem)}--*"):
+        number = path.name.removeprefix(f"{stem}--")
+        if number.isdecimal() and path.is_dir():
+            numbered[int(number)] = path
     return [path for _, path in sorted(numbered.items(), reverse=True)]
 
 
 def _claim(run_dir: Path) -> bool:
-    """Create the directory or claim that of a dry run. Of concurrent callers one succeeds."""
+    """Create the directory or claim that of a dry run. One of several concurrent callers
+    succeeds."""
     try:
         run_dir.mkdir(parents=True)
         return True

@@ -9,7 +9,11 @@ import msgspec
 
 from prime_rl.errors import RunError
 from prime_rl.rundir.checkpoints import Checkpoint
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import names_in, replace_text
+
+PAST = "past"
+"""The engine of earlier versions, among ``Launch.reference_urls``."""
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
@@ -23,7 +27,8 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """The folder with the policy's first weights if the launch resumes and something reads them;
     empty: ``model_path``."""
     reference_urls: dict[str, str] = {}
-    """Engines of the run that serve them (``initial``) and the average of the weights (``ema``)."""
+    """Engines of the run that serve them (``initial``), the average of the weights (``ema``) and
+    earlier versions (``past``)."""
     served_model_name: str
     engine_urls: list[str]
     """Base URLs of the policy's engines, without ``/v1``. The supervisor rewrites this file when
@@ -86,9 +91,10 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         """Raises ``RunError`` if the file is missing or damaged."""
         path = run_dir / "configs" / "launch.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from error
+            launch: Launch = read_table(path, cls)
+        except FileNotFoundError as error:
+            raise RunError(f"{path} cannot be read: it does not exist") from error
+        return launch
 
 
 READY = ".ready"
@@ -99,6 +105,10 @@ ADMIN_KEY = "PRIME_RL_ADMIN_KEY"
 
 ENGINE_KEY = "PRIME_RL_ENGINE_API_KEY"
 """Environment variable with the bearer key of the engines' sampling routes; unset means none."""
+
+ENV_SERVER_KEY = "PRIME_RL_ENV_SERVER_KEY"
+"""Environment variable with the key of ``prime-rl serve-env``, which its machine and the
+orchestrator's share."""
 
 NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
 """Environment variable with the address of the trainer node."""

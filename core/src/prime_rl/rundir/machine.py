@@ -26,10 +26,10 @@ TRIES = 100
 def visible_gpus() -> list[str]:
     """CUDA's names of the GPUs that this process may use, in CUDA's order: those of
     ``CUDA_VISIBLE_DEVICES``, else all that ``nvidia-smi`` lists. Empty: none."""
-    given = os.environ.get(VISIBLE)
-    if given is None:
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
         return list(_counted(os.environ.get("PATH", "")))
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
     # CUDA stops at the first invalid entry: -1 hides all that follow.
     return names[: names.index("-1")] if "-1" in names else names
 
@@ -57,7 +57,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     and random, so that two runs hardly choose the same.
     """
     try:
-        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("utf-8").split()[0])
     except (OSError, ValueError):  # not Linux
         last = 32768
 

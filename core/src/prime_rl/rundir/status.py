@@ -75,7 +75,7 @@ def replace_text(path: Path, text: str) -> None:
     """
     check_current()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_text(text, "utf-8")
     temporary.replace(path)
 
 

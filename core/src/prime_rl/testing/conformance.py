@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from prime_rl.entries import entries
@@ -17,7 +18,7 @@ from prime_rl.plugins.algorithm import Algorithm, Host
 from prime_rl.testing.host import conformance_host
 from prime_rl.testing.scoring import MakeGroup, conformance_group
 
-Status = Literal["passed", "failed", "skipped"]
+CheckStatus = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Outcome:
     check: str
     promise: str
     """What the check verifies, as a sentence."""
-    status: Status
+    status: CheckStatus
     message: str = ""
     """What is wrong, or why it was skipped."""
     error: BaseException | None = field(default=None, compare=False)
@@ -60,7 +61,7 @@ class Report:
         """Nothing failed."""
         return not self.failed
 
-    def _with(self, status: Status) -> tuple[Outcome, ...]:
+    def _with(self, status: CheckStatus) -> tuple[Outcome, ...]:
         return tuple(outcome for outcome in self.outcomes if outcome.status == status)
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Report:
     def summary(self) -> str:
         """``14 passed, 1 failed, 1 skipped``, without zero counts."""
         counts = [(self.passed, "passed"), (self.failed, "failed"), (self.skipped, "skipped")]
-        return ", ".join(f"{len(found)} {name}" for found, name in counts if found)
+        return ", ".join(f"{len(listed)} {name}" for listed, name in counts if listed)
 
 
 Check: TypeAlias = Callable[[Any], None]
@@ -119,6 +120,31 @@ def prove(algorithm: Algorithm, **options: Any) -> Any:
     for entry in entries("prime_rl.checks", name="prove"):
         return entry.load()(algorithm, **options)
     raise ConfigError("the estimator lab is not installed. pip install 'prime-rl-devkit[lab]'")
+
+
+def run(
+    config: str | Path | Mapping[str, Any] | None = None,
+    steps: int = 2,
+    *,
+    folder: Path | None = None,
+    **overrides: Any,
+) -> Any:
+    """A real run of a few steps: the ``prime_rl.Run`` of ``prime_rl.train``, at its end.
+
+    ``config``: a TOML file, such as the package's ``train.toml``, or its tables as a dict; what it
+    leaves out is small: a tiny policy that is made here, words to reverse, groups of 4, two groups
+    a batch. Evaluations, checkpoints, schedules and monitors of the config are left out.
+    ``folder``: where the run directory is; None: a temporary one, which lasts as long as this
+    process. ``overrides`` lie over all of it, as in ``prime_rl.train``.
+
+        run = prime_rl.testing.run({"orchestrator": {"algo": {"type": "my_algo"}}}, steps=2)
+        assert run.step == 2
+
+    The orchestrator, the trainer and the engine are processes of their own, so the plugin has to be
+    installed (``pip install -e .``). Raises ``ConfigError`` before anything starts, ``RunError``
+    with plugin, hook and group if the run fails.
+    """
+    return installed_suite().short_run(config, steps, folder=folder, **overrides)
 
 
 def check_algorithm(

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from prime_rl.orchestrator.scoring import score_group, score_rollout
+from prime_rl.orchestrator.scoring import open_for_credit, score_group, score_rollout
 from prime_rl.plugins.algorithm import Algorithm, Host
+from prime_rl.plugins.sampler import GroupProgress
+from prime_rl.registry.calls import raise_late, watching_coroutines
 from prime_rl.registry.manager import Hooks, scope
-from prime_rl.rollout import ROLES, Group, Rollout, Sample
+from prime_rl.rollout import LATE, ROLES, Group, Rollout, Sample
 from prime_rl.testing.host import FakeHost
 
 
@@ -67,6 +69,30 @@ def conformance_group(rewards: Iterable[float]) -> list[Rollout]:
     return group
 
 
+def members_wanted(
+    algorithm: object, rollouts: Group, *, group_size: int, max_group_size: int
+) -> int:
+    """The size of a group whose first members are ``rollouts``, as a run decides it by the hook
+    ``wanted_members``. More than their number: the group is not complete yet."""
+    hooks = scope("test", Hooks(), own=[algorithm])
+    size = group_size
+    ended = 0
+    while ended < min(size, len(rollouts)):
+        ended += 1
+        progress = GroupProgress(
+            env=rollouts[0].env,
+            group_id=rollouts[0].group_id,
+            example_id=rollouts[0].example_id,
+            rollouts=rollouts[:ended],
+            ended=ended,
+            size=size,
+            group_size=group_size,
+            max_group_size=max_group_size,
+        )
+        size = max(hooks.wanted_members(progress), ended)
+    return size
+
+
 MakeGroup = Callable[[Sequence[float]], list[Rollout]]
 """Sibling rollouts with these rewards."""
 
@@ -79,8 +105,10 @@ def score(algorithm: Algorithm, group: Group, *plugins: object, host: Host | Non
 def score_batch(
     algorithm: Algorithm, groups: Sequence[Group], *plugins: object, host: Host | None = None
 ) -> None:
-    """Run every scoring hook for the groups of one batch, as ``score`` does for one group."""
-    asyncio.run(score_async(algorithm, groups, plugins, host or FakeHost()))
+    """Run every scoring hook for the groups of one batch, as ``score`` does for one group. Groups
+    of several envs are what envs with this algorithm and equal settings have in a batch: here one
+    object scores them all, in a run each env has its own."""
+    asyncio.run(score_async(algorithm, groups, plugins=plugins, host=host or FakeHost()))
 
 
 async def score_async(
@@ -91,18 +119,40 @@ async def score_async(
     *,
     at_once: bool = False,
 ) -> None:
-    """Set up, score the groups one after the other or all ``at_once``, then as a batch; close."""
+    """Set up, score the groups one after the other or all ``at_once``, then as a batch; close.
+    Raises what a run would end with: also for credit that is written by what a hook left behind."""
     hooks = scope(host.env, Hooks(), own=[*plugins, algorithm])
+    every = [rollout for group in groups for rollout in group]
+    LATE.clear()
     await algorithm.setup(host)
-    if at_once:
-        every = (rollout for group in groups for rollout in group)
-        await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in every))
-        await asyncio.gather(*(score_group(hooks, group) for group in groups))
-    else:
-        for group in groups:
-            for rollout in group:
-                await score_rollout(hooks, rollout)
-            await score_group(hooks, group)
+    before = asyncio.all_tasks()
+    with watching_coroutines():
+        try:
+            if at_once:
+                with open_for_credit(every):
+                    await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in every))
+                    await asyncio.gather(*(score_group(hooks, group) for group in groups))
+            else:
+                for group in groups:
+                    with open_for_credit(group):
+                        for rollout in group:
+                            await score_rollout(hooks, rollout)
+                        await score_group(hooks, group)
 
-    await hooks.score_batch(list(groups))
+            by_env: dict[str, list[Group]] = {}
+            for group in groups:
+                by_env.setdefault(group[0].env if group else host.env, []).append(group)
+            with open_for_credit(every):
+                for batch in by_env.values():
+                    await hooks.score_batch(batch)
+                await hooks.score_envs(by_env)
+            left = asyncio.all_tasks() - before
+            if left:  # they may write credit, which is refused
+                await asyncio.wait(left, timeout=0.5)
+            raise_late()
+        finally:
+            for rollout in every:
+                rollout.open = True  # the test's own again
+                rollout.opened_by = None
+
     await algorithm.close()

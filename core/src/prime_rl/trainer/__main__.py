@@ -33,7 +33,7 @@ from prime_rl.plugins.status import Facts, read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.proxies import LOCAL
-from prime_rl.registry.calls import facts_of_failure, fault
+from prime_rl.registry.calls import exit_refused, facts_of_failure, fault
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import (
@@ -43,6 +43,8 @@ from prime_rl.registry.offers import (
     make_transport,
     make_tuning,
 )
+from prime_rl.rundir import logs
+from prime_rl.rundir.directory import read_config
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status
@@ -71,7 +73,12 @@ def main(arguments: list[str]) -> int:
     run_dir = Path(arguments[0])
     status = Status(run_dir / "status" / "trainer.json")
     try:
-        run(run_dir, status if rank.number == 0 else Status(None), rank)
+        try:
+            run(run_dir, status if rank.number == 0 else Status(None), rank)
+        except SystemExit as end:
+            if isinstance(end, Terminated):
+                raise
+            raise exit_refused(end) from end
     except Exception as error:
         code = report_failure(error, status, rank)
         if rank.size > 1:
@@ -87,15 +94,15 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     Of several ranks the first one writes the status: the others are likely to fail because of it.
     A rank that was killed logs nothing; ``agent.py`` does.
     """
-    own = isinstance(error, PrimeRLError)
-    reason = fault(error) or (str(error) if own else f"{type(error).__name__}: {error}")
+    is_ours = isinstance(error, PrimeRLError)
+    reason = fault(error) or (str(error) if is_ours else f"{type(error).__name__}: {error}")
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
     if followed:
         logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:
-        if not own:
+        if not is_ours:
             logger.error("the trainer failed", exc_info=error)
         logger.error("%s", reason)
 
@@ -116,7 +123,7 @@ def leave(code: int) -> NoReturn:
 
 def run(run_dir: Path, status: Status, rank: Rank) -> None:
     """Everything between reading the config and the exported model."""
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+    config = read_config(run_dir)
     launch = Launch.read(run_dir)
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
@@ -141,19 +148,20 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
-    with parallel.joined(rank, choose_device(config.trainer.device, rank), elsewhere):
+    device = choose_device(config.trainer.device, rank)
+    with parallel.joined(rank, device, elsewhere, hang_timeout=config.recovery.hang_timeout):
         train_here(
             config,
             launch,
-            losses,
-            observers,
-            tuning,
-            kernel,
-            maker,
-            transport,
-            model_path,
-            run_dir,
-            status,
+            losses=losses,
+            observers=observers,
+            tuning=tuning,
+            kernel=kernel,
+            maker=maker,
+            transport=transport,
+            model_path=model_path,
+            run_dir=run_dir,
+            status=status,
         )
 
     status.report(DONE)
@@ -175,7 +183,7 @@ def train_here(
     """From the loaded model to the exported one."""
     from prime_rl.trainer import parallel
     from prime_rl.trainer.checkpoint import Checkpointer, restore
-    from prime_rl.trainer.loop import Trainer, finish, publish_average, train
+    from prime_rl.trainer.loop import Trainer, finish, publish_earlier, train
     from prime_rl.trainer.model import check_positions, load_model
     from prime_rl.wire.transport import make_receiver
 
@@ -196,17 +204,27 @@ def train_here(
     logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
     resumed = None
     trainer.publishes_average = "ema" in launch.reference_urls
+    trainer.publishes_reference = "initial" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
         restore(trainer, launch.checkpoint)
         logger.info("resumed from %s", launch.checkpoint.directory)
         resumed = launch.checkpoint.step
-        publish_average(trainer, run_dir, resumed, status)
+        publish_earlier(trainer, run_dir, resumed, status, resumed=True)
 
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
     try:
-        train(trainer, receiver, run_dir, launch.first_step, status, checkpointer, transport)
+        train(
+            trainer,
+            receiver,
+            run_dir,
+            first_step=launch.first_step,
+            status=status,
+            checkpointer=checkpointer,
+            transport=transport,
+            has_engines=config.has_engines,
+        )
     except Exception as error:
         checkpointer.rescue(error)
         raise
@@ -218,10 +236,7 @@ def train_here(
 
 def set_up_logging(level: str, rank: Rank) -> None:
     """Rank 0 logs as a single rank does. The others leave out the records that all share."""
-    name = "" if rank.number == 0 else f"[rank {rank.number}] "
-    logging.basicConfig(
-        level=level.upper(), format=f"{name}%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.set_up_logging(level, rank.number or None)
     if rank.number:
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: not record.name.startswith(f"{logger.name}."))

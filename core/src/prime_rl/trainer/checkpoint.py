@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.registry.calls import running
 from prime_rl.rundir.checkpoints import (
     Checkpoint,
     complete,
@@ -90,7 +91,7 @@ class Checkpointer:
         ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
         """
         self.wait(status)
-        keep = partial(parallel.on_main, partial(self._keep_weights, step, published))
+        keep = partial(parallel.on_main, partial(self._keep, trainer, step, published))
         try:
             parallel.on_main(partial(self._check_orchestrators_part, step))
             retry(keep, f"begin the checkpoint of step {step}", status)
@@ -99,7 +100,10 @@ class Checkpointer:
             return
 
         state = snapshot(trainer, step)
-        self._pending = self._thread.submit(self._write, step, state, trainer.model.config)
+        reference = trainer.references.version
+        self._pending = self._thread.submit(
+            self._write, step, state, trainer.model.config, reference
+        )
 
     def _check_orchestrators_part(self, step: int) -> None:
         target = unfinished(self._run_dir, step)
@@ -108,9 +112,12 @@ class Checkpointer:
                 f"the orchestrator's part is not in {target.orchestrator} (its log says why)"
             )
 
-    def _keep_weights(self, step: int, published: Path) -> None:
-        """Link the weights before their broadcast is deleted. Raises ``OSError``."""
-        kept = unfinished(self._run_dir, step).directory / PUBLISHED
+    def _keep(self, trainer: TrainerState, step: int, published: Path) -> None:
+        """Link the weights before their broadcast is deleted, and write what losses and heads keep
+        before the next batch changes it. Raises ``OSError``."""
+        target = unfinished(self._run_dir, step)
+        save_states(trainer, target.states)
+        kept = target.directory / PUBLISHED
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
         for file in published.iterdir():
@@ -132,9 +139,10 @@ class Checkpointer:
             logger.error("%s. Up to %.0f s for the checkpoint begun", error, RESCUE_SECONDS)
             wait([self._pending], RESCUE_SECONDS)
 
-    def _write(self, step: int, state: dict[str, Any], config: Any) -> None:
+    def _write(self, step: int, state: dict[str, Any], config: Any, reference: int) -> None:
+        """``reference``: version of the weights that became it; 0: the first ones."""
         try:
-            attempt = partial(self._attempt, step, state, config)
+            attempt = partial(self._attempt, step, state, config, reference)
             retry(attempt, f"write the checkpoint of step {step}")
         except Exception as error:  # the run goes on; the checkpoint before is as it was
             self._give_up(step, error)
@@ -152,9 +160,12 @@ class Checkpointer:
         if parallel.rank() == 0:
             shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
 
-    def _attempt(self, step: int, state: dict[str, Any], config: Any) -> None:
+    def _attempt(self, step: int, state: dict[str, Any], config: Any, reference: int) -> None:
         """Every rank at the same time; all raise if one fails."""
         parallel.on_main(partial(self._lay_out, step, config), self._group)
+        if reference:
+            write = unfinished(self._run_dir, step).write_reference
+            parallel.on_main(partial(write, reference), self._group)
         folder = unfinished(self._run_dir, step).trainer
         parallel.on_all(lambda: write_shard(folder, state), self._group)
         parallel.on_main(partial(self._complete, step), self._group)
@@ -169,13 +180,45 @@ class Checkpointer:
             folder.mkdir()
 
         if kept.exists():
-            copy_model_files(config, self._model_path, target.weights, self._run_dir)
+            copy_model_files(
+                config, self._model_path, directory=target.weights, run_dir=self._run_dir
+            )
             for file in kept.iterdir():
                 link_or_copy(file, target.weights / file.name)
 
     def _complete(self, step: int) -> None:
         shutil.rmtree(unfinished(self._run_dir, step).directory / PUBLISHED, ignore_errors=True)
         logger.info("step %d: checkpoint %s", step, complete(self._run_dir, step).directory)
+
+
+def save_states(trainer: TrainerState, folder: Path) -> None:
+    """Let every loss and head write what it keeps into a folder of its name. Raises ``OSError``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, owner in trainer.stateful().items():
+        target = folder / name
+        target.mkdir(parents=True)
+        with running(owner.name, hook="save", owner=owner):
+            owner.save(target)
+        if not any(target.iterdir()):
+            target.rmdir()
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def load_states(trainer: TrainerState, folder: Path) -> None:
+    """Restore it. A state of a loss or head that the run has no more is left alone."""
+    for component in trainer.losses.tables:
+        trainer.losses[component]  # make it: its state is there before its first batch
+    owners = trainer.stateful()
+    for path in sorted(folder.glob("*")):
+        owner = owners.get(path.name)
+        if owner is None:
+            logger.warning(
+                "%s: the run has no loss or head %r now. What it kept is left out.", path, path.name
+            )
+            continue
+        with running(owner.name, hook="load", owner=owner):
+            owner.load(path)
 
 
 def snapshot(trainer: TrainerState, step: int) -> dict[str, Tensor]:
@@ -206,7 +249,12 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
             offsets[name] = {"saved_offsets": start}
 
     path = folder / f"rank_{parallel.rank()}.safetensors"
-    write_stream(path, parts, iter(parts.values()), {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    write_stream(
+        path,
+        parts,
+        stream=iter(parts.values()),
+        metadata={"DCP_SHARDING_INFO": json.dumps(offsets)},
+    )
     flush(path)
 
 
@@ -216,6 +264,8 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     A parameter that had no gradient before the checkpoint, and so has no state in it, begins with a
     new one. Raises ``ConfigError`` if the checkpoint is not of this model or optimizer.
     """
+    if reference := checkpoint.reference:
+        trainer.references.reset(reference)  # its tensors, which are loaded in place
     state = _state(trainer) | {"step": torch.tensor(-1)}
     if (checkpoint.trainer / ".metadata").exists():
         raise ConfigError(
@@ -256,6 +306,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         for name, (module, its) in trainer.heads.items():  # their weights were loaded in place
             set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
 
+    load_states(trainer, checkpoint.states)
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
@@ -267,16 +318,18 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
 
 
 def _state(trainer: TrainerState) -> dict[str, Any]:
-    """Sharded as the weights are. Of heads and the average also weights, which are published
-    nowhere."""
+    """Sharded like the weights. The weights of heads and of the average are saved too, because they
+    are published nowhere."""
     optimizer = _optimizer_state(trainer.model, trainer.optimizer)
     state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state(), "heads": {}}
     for name, (module, its) in trainer.heads.items():
-        own = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
-        state["heads"][name] = own
+        state_of_head = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
+        state["heads"][name] = state_of_head
 
     if trainer.references.average:
         state["ema"] = trainer.references.average  # restored in place
+    if trainer.references.replaced:
+        state["reference"] = trainer.references.replaced
     if trainer.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
     return state
@@ -332,11 +385,11 @@ def _never_stepped(state: dict[str, Any], saved: Collection[str]) -> list[str]:
 
 
 def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """The tensors in it, by dotted name. What else an optimizer has comes from the config."""
-    found = {}
+    """The tensors in it, by dotted name. All other values of an optimizer come from the config."""
+    tensors = {}
     for name, part in state.items():
         if isinstance(part, Tensor):
-            found[prefix + name] = part
+            tensors[prefix + name] = part
         elif isinstance(part, dict):
-            found |= _tensors(part, f"{prefix}{name}.")
-    return found
+            tensors |= _tensors(part, f"{prefix}{name}.")
+    return tensors

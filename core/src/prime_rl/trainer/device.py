@@ -82,7 +82,7 @@ class Offload:
         self._device = device
         self._enabled = enabled
         self._home: dict[int, Tensor] = {}
-        """Pinned memory for what moves, by its position in the order of moving."""
+        """Pinned memory of each tensor that moves, by its position in the order of moves."""
         self._pins = device.type == "cuda"
 
     def load(self) -> float:

@@ -37,7 +37,7 @@ from prime_rl.trainer.published import (
 )
 from prime_rl.trainer.tensor_file import (
     FileLayout,
-    Part,
+    TensorPart,
     begin_file,
     lay_out,
     own_part,
@@ -53,16 +53,16 @@ class Copy:
     """This rank's parts of a version."""
 
     layout: FileLayout
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     buffers: Buffers
     copied: torch.cuda.Event | None
     """The device has copied them; None: they are copied."""
 
-    def write(self, folder: Path, group: parallel.Group) -> None:
+    def write(self, folder: Path, group: parallel.RankGroup) -> None:
         """Every rank calls this. Raises ``OSError`` or ``WeightsError``."""
         path = folder / WEIGHTS
         parallel.on_main(partial(begin_file, path, self.layout), group)
-        parallel.on_all(lambda: write_parts(path, self.layout, self.parts, True), group)
+        parallel.on_all(lambda: write_parts(path, self.layout, parts=self.parts, flush=True), group)
 
 
 class FileWriter:
@@ -90,10 +90,11 @@ class FileWriter:
         if tuning_of(self._model) is not None or not self._is_one_disk():
             return False
         tensors = published_tensors(self._model)
-        found = {name: own_part(tensor) for name, tensor in tensors.items()}
-        parts = {name: part for name, part in found.items() if part is not None}
-        if len(parts) < len(found):
+        parts_or_none = {name: own_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: part for name, part in parts_or_none.items() if part is not None}
+        if len(parts) < len(parts_or_none):
             return False
+
         dtypes = published_dtypes(self._model, tensors, self._publisher.dtype)
         layout = lay_out(tensors, dtypes, pieces=published_pieces(self._model, tensors))
         buffers = self._free_buffers()
@@ -114,13 +115,14 @@ class FileWriter:
 
         if event is not None:
             event.record()  # the thread waits for it; the next step is queued behind the copies
-        copies = {name: Part(buffers[name], part.start) for name, part in parts.items()}
-        self._next = Copy(layout, copies, buffers, event)
+        copies = {name: TensorPart(buffers[name], part.start) for name, part in parts.items()}
+        self._next = Copy(layout, copies, buffers=buffers, copied=event)
         return True
 
     def submit(self, version: int) -> None:
         """Write and announce what was copied last."""
-        copy, self._next = self._next, None
+        copy = self._next
+        self._next = None
         assert copy is not None
         self._jobs.append((self._thread.submit(self._publish, version, copy), copy.buffers))
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from prime_rl.errors import StreamError
 from prime_rl.plugins.trainer import Kernel
 from prime_rl.streams import TOP_IDS
+from prime_rl.trainer import context
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing
@@ -49,72 +50,90 @@ def token_logprobs(
     uniformly. ``packing``: that of the row. ``kernel``: computes the LM head if it can. ``hidden``:
     the row's hidden states, if they are known.
     """
-    hidden = packing.hidden_states(model, row.layout) if hidden is None else hidden
+    if hidden is None:
+        hidden = packing.hidden_states(model, row.layout)
     labels = row.token_ids[row.targets]
     size = cast(int, model.config.vocab_size)
     if top and row.top_ids is not None:
         labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)
+
     uniform = math.log(size)
     dtype = _at_least_float32(hidden)
     entropies = hidden.new_full((len(row.token_ids),), uniform, dtype=dtype)
     logprobs = entropies.new_full((len(entropies), *labels.shape[1:]), -uniform)
+
     head = model.get_output_embeddings()
     scale = 1.0
-    config = model.config
     for key, power in SCALES.items():
-        scale *= (getattr(config, key, None) or 1.0) ** power
-    cap = next((value for key in CAPS if (value := getattr(config, key, None))), None)
+        factor = getattr(model.config, key, None) or 1.0
+        scale *= factor**power
+    caps = [getattr(model.config, key, None) for key in CAPS]
+    cap = next((value for value in caps if value), None)
+
     if not len(row.targets):  # with a graph: the backward pass has to run on every rank
         zero = 0.0 * head(hidden[:1]).sum()
         return logprobs + zero, entropies + zero if entropy_gradient else entropies
 
-    hidden = hidden[row.layout.sources] * scale
-    found = None
+    sources = row.layout.sources
+    temperatures = row.temperatures
+    part = context.part_of_targets(len(sources), sources.device)
+    if part is not None:
+        sources = sources[part]
+        labels = labels[part]
+        temperatures = None if temperatures is None else temperatures[part]
+
+    hidden = hidden[sources] * scale
+    computed = None
     # A head that is not a plain linear layer (one that PEFT trains whole) has to be called.
     if kernel is not None and cap is None and type(head) is nn.Linear:
-        found = kernel.logprobs(head, hidden, row.temperatures, labels, entropy_gradient)
-    if found is None:
+        computed = kernel.logprobs(head, hidden, temperatures, labels, entropy_gradient)
+    if computed is None:
         apply: Any = LogprobAndEntropy.apply
-        found = apply(_call(head, hidden, cap), row.temperatures, labels, entropy_gradient)
+        logits = _call(head, hidden, cap)
+        computed = apply(logits, temperatures, labels, entropy_gradient)
 
-    chosen, entropy = found
+    chosen, entropy = (context.whole(column, len(row.targets)) for column in computed)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 
 
 def _top_labels(row: PackedRow, size: int) -> Tensor:
-    """[N, k] ``top_ids`` of the targets; 0 in sequences without. Raises ``StreamError`` for what
-    are no ids of a vocabulary of this size."""
+    """[N, k] ``top_ids`` of the targets; 0 in sequences without. Raises ``StreamError`` for values
+    that are no ids of a vocabulary of this size."""
     ids = row.top_ids
     assert ids is not None
     if ids.ndim != 2 or ids.dtype != np.int32:
-        found = f"torch.{ids.dtype} of shape [T{', k' * (ids.ndim - 1)}], expected int32 of [T, k]"
+        problem = (
+            f"torch.{ids.dtype} of shape [T{', k' * (ids.ndim - 1)}], expected int32 of [T, k]"
+        )
     else:
         absent = ids == np.iinfo(np.int32).min
         wrong = ids[(ids >= size) | (ids < 0) & ~absent]
         if not len(wrong):
             return to_device(ids.clip(min=0), np.int64, row.token_ids.device)
-        found = f"id {int(wrong[0])}, expected 0 to {size - 1}, the policy's vocabulary"
+        problem = f"id {int(wrong[0])}, expected 0 to {size - 1}, the policy's vocabulary"
 
     raise StreamError(
-        f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {found}. Fix the "
+        f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {problem}. Fix the "
         "algorithm that assigns it, or use a reference with the policy's tokenizer."
     )
 
 
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:
-    """[N, V] by the head itself: even under autocast in float32, or the precision of the weights of
-    a head that has to be called."""
-    kind = hidden.device.type
+    """[N, V] by the head itself, in float32 even under autocast. A head that is no plain linear
+    layer computes in the precision of its weights."""
     dtype = _at_least_float32(hidden)
-    own = next(head.parameters()).dtype
-    with torch.autocast(kind, enabled=False):
-        if type(head) is nn.Linear and own != dtype:
+    weight_dtype = next(head.parameters()).dtype
+    with torch.autocast(hidden.device.type, enabled=False):
+        if type(head) is nn.Linear and weight_dtype != dtype:
             bias = None if head.bias is None else head.bias.to(dtype)
             logits = nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
         else:
-            logits = head(hidden.to(own)).to(dtype)
-        return logits if cap is None else cap * (logits / cap).tanh()
+            logits = head(hidden.to(weight_dtype)).to(dtype)
+
+        if cap is None:
+            return logits
+        return cap * (logits / cap).tanh()
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:
@@ -146,6 +165,7 @@ class LogprobAndEntropy(torch.autograd.Function):
         places = labels[..., None].flatten(1)  # [N, L]
         logprobs = log_softmax.gather(-1, places).view_as(labels)
         entropies = -torch.linalg.vecdot(softmax, log_softmax)
+
         kept = entropies if entropy_gradient else None
         ctx.save_for_backward(softmax, temperatures, places, kept)
         ctx.dtype = logits.dtype

@@ -7,7 +7,7 @@
 The metrics of step n are written before version n is announced: a process that sees the version can
 read its metrics.
 
-Several ranks do the same at the same time, each with rows of its own and as many as the others
+Several ranks do this at the same time. Each has its own rows, and all have equally many
 (``parallel.py``). Every number that a decision depends on is the same on all of them; rank 0
 reports it.
 """
@@ -26,6 +26,7 @@ from prime_rl.errors import WireError
 from prime_rl.plugins.status import Facts
 from prime_rl.plugins.trainer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.registry.calls import running
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
@@ -34,7 +35,7 @@ from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher, retry
 from prime_rl.trainer.state import TrainerState
 from prime_rl.trainer.update import BatchUpdate
-from prime_rl.weights.versions import AVERAGES
+from prime_rl.weights.versions import AVERAGES, REFERENCES
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
 
@@ -60,9 +61,29 @@ class Trainer(TrainerState):
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
         self.self_check()
-        metrics = BatchUpdate(self, step, micro_batches, status).run()
+        metrics = BatchUpdate(self, step, rows=micro_batches, status=status).run()
         self.references.batch_trained()
-        return metrics
+        for owner in self.stateful().values():
+            with running(owner.name, hook="batch_trained", owner=owner):
+                owner.batch_trained(step, metrics)
+        return metrics | self.reset_reference(step)
+
+    def reset_reference(self, step: int) -> dict[str, float]:
+        """After a step that ``reference_reset.interval`` divides: the reference becomes the policy.
+        Metrics; none where it never does."""
+        reset = self.config.reference_reset
+        before = self.references.version
+        if reset is None and not before:
+            return {}
+        is_due = reset is not None and step % reset.interval == 0
+        if reset is not None and is_due:
+            self.references.reset(step)
+            too = ""
+            if reset.optimizer:
+                self.optimizer.state.clear()
+                too = ", and its optimizer begins anew"
+            logger.info("step %d: the reference is the policy of version %d%s", step, step, too)
+        return {"reference/version": float(before), "reference/reset": float(is_due)}
 
 
 def train(
@@ -73,13 +94,22 @@ def train(
     status: Status,
     checkpointer: Checkpointer | None = None,
     transport: WeightTransport | None = None,
+    has_engines: bool = True,
 ) -> None:
     """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number. A
-    batch without rows ends the run after the step before. ``transport``: None for files."""
+    batch without rows ends the run after the step before. ``transport``: None for files.
+    ``has_engines``: False if nothing loads the versions in between."""
     config = trainer.config
     publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
     sender = None if transport is None else transport.sender(trainer.device)
-    broadcaster = Broadcaster(trainer.model, publisher, sender, status, receiver.announce)
+    broadcaster = Broadcaster(
+        trainer.model,
+        publisher,
+        sender=sender,
+        status=status,
+        announced=receiver.announce,
+        is_read=has_engines,
+    )
     due = False
     saving = passing_on = 0.0  # of the step before, and reported with the next
     for observer in trainer.observers:
@@ -87,9 +117,17 @@ def train(
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
-        micro_batches = wait_for_batch(receiver, step, status, broadcaster, trainer.observers)
+        micro_batches = wait_for_batch(
+            receiver, step, status=status, broadcaster=broadcaster, observers=trainer.observers
+        )
         if not micro_batches:
-            _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
+            _end_early(
+                trainer,
+                step - 1,
+                broadcaster=broadcaster,
+                checkpointer=None if due else checkpointer,
+                status=status,
+            )
             break
 
         received = time.perf_counter()
@@ -101,7 +139,7 @@ def train(
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
         broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
-        publish_average(trainer, run_dir, step, status)
+        publish_earlier(trainer, run_dir, step, status=status)
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {
@@ -112,6 +150,7 @@ def train(
             "time/offload": moving,
             "perf/broadcast_mib": broadcaster.size(step),
         }
+        # Before the announcement: the orchestrator reads them when it sees the version.
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
         passing_on = broadcaster.announce(last)
@@ -127,15 +166,32 @@ def train(
         checkpointer.wait(status)
 
 
-def publish_average(trainer: Trainer, run_dir: Path, step: int, status: Status) -> None:
-    """For the engine of ``host.ema``, if there is one. Every rank calls this."""
+def publish_earlier(
+    trainer: Trainer, run_dir: Path, step: int, status: Status, resumed: bool = False
+) -> None:
+    """For the engines of ``host.ema`` and ``host.initial``, if there are any: what changed with
+    ``step``, or, ``resumed`` from it, what they had. Every rank calls this."""
     config = trainer.config
-    averages = Publisher(run_dir / AVERAGES, config.keep_broadcasts, config.publish_dtype)
+    dtype = config.publish_dtype
     if trainer.publishes_average:
-        doing = f"publish the average of version {step}"
-        with trainer.references.within("ema_logprobs"):
-            retry(partial(averages.write, trainer.model, step), doing, status)
-        parallel.on_main(partial(retry, partial(averages.announce, step), doing, status))
+        averages = Publisher(run_dir / AVERAGES, config.keep_broadcasts, dtype)
+        _publish(trainer, averages, "ema_logprobs", version=step, status=status)
+
+    version = trainer.references.version
+    if trainer.publishes_reference and version and (resumed or version == step):
+        # The one before stays until engines have loaded this one.
+        interval = config.reference_reset.interval if config.reference_reset else step
+        references = Publisher(run_dir / REFERENCES, interval + 1, dtype)
+        _publish(trainer, references, "initial_logprobs", version=version, status=status)
+
+
+def _publish(
+    trainer: Trainer, publisher: Publisher, column: str, version: int, status: Status
+) -> None:
+    doing = f"publish the weights of {column}, version {version}"
+    with trainer.references.within(column):
+        retry(partial(publisher.write, trainer.model, version), doing, status)
+    parallel.on_main(partial(retry, partial(publisher.announce, version), doing, status))
 
 
 def _end_early(
@@ -174,6 +230,7 @@ def wait_for_batch(
         state = "waiting"
         awaited = f"orchestrator (batch {step})"
         facts = Facts(waits_for="orchestrator")
+        # Recovery must not take a slow disk for an orchestrator that sends nothing.
         if version is not None:
             state = f"writing weights version {version}"
             awaited = "disk"
@@ -181,6 +238,7 @@ def wait_for_batch(
 
         last = status.last
         same = (last.state, last.waiting_for) == (state, awaited)
+        # A sign of life is enough where nothing has changed.
         if same and last.detail.get("announced") == announced:
             status.beat()
         else:
@@ -191,6 +249,7 @@ def wait_for_batch(
 
     report()
     frame = receiver.receive(WAIT_SECONDS)
+    # All ranks start a step together: until the last has its frame, each reports and waits.
     while not all_have(frame is not None) or frame is None:
         report()
         for observer in observers:

@@ -33,9 +33,9 @@ from prime_rl.plugins.loss import LossInputs, LossOutputs
 from prime_rl.registry.calls import running
 from prime_rl.registry.components import Component, Components
 from prime_rl.streams import LossComponent, components, members
-from prime_rl.trainer import parallel
+from prime_rl.trainer import context, parallel
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
+from prime_rl.trainer.loss_metrics import MetricSums, RecordedCall, reduce_calls
 from prime_rl.trainer.packed_row import PackedRow, Share
 from prime_rl.wire.micro_batch import MicroBatch
 
@@ -46,7 +46,7 @@ FIELDS = frozenset(each.name for each in fields(LossInputs)) - {"streams"}
 
 TAKEN = frozenset(
     {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "optim", "perf"}
-    | {"plugin", "policy_lag", "system", "time", "tokens"}
+    | {"plugin", "policy_lag", "router", "system", "time", "tokens"}
 )
 """First parts of the names of the trainer's own metrics, which a loss must not use."""
 
@@ -78,6 +78,7 @@ class Counts:
             return component.constant or 1.0
         numbers = self.members if component.unit == "tokens" else self.units
         if env is not None:
+            # At least 1: the sum of a part without members is 0, and 0 / 0 would poison the step.
             return max(numbers.get((component.name, env), 0), 1)
         return max(sum(n for (name, _), n in numbers.items() if name == component.name), 1)
 
@@ -93,23 +94,28 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     tokens: Counter[Key] = Counter()
     sequences: Counter[Key] = Counter()
     sizes: defaultdict[Key, Counter[int]] = defaultdict(Counter)
+    # On the host, from the packed columns: a count on the device would wait for it.
     for row in micro_batches:
         owners = np.repeat(np.arange(row.num_sequences), row.sequence_lengths)
         for name in components(row):
             numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
             for env in np.unique(row.env_ids[numbers > 0]).tolist():
                 key = (name, row.envs[env])
-                own = np.where(row.env_ids == env, numbers, 0)
-                tokens[key] += int(own.sum())
-                sequences[key] += int((own > 0).sum())
+                of_env = np.where(row.env_ids == env, numbers, 0)  # [S]
+                tokens[key] += int(of_env.sum())
+                sequences[key] += int((of_env > 0).sum())
+
+                # A rollout or group may lie in several sequences, rows and ranks.
                 unit = losses[name].unit
                 if unit in ("rollouts", "groups"):
                     ids = unit_ids(row, f"{unit[:-1]}_ids")
-                    for at in own.nonzero()[0]:
-                        sizes[key][int(ids[at])] += int(own[at])
+                    for sequence in of_env.nonzero()[0]:
+                        sizes[key][int(ids[sequence])] += int(of_env[sequence])
 
+    # The denominators are those of the whole step: every rank needs the others' counts before its
+    # first backward pass.
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
-    parts = parallel.gather((sent, sum(map(len, micro_batches))))
+    parts = context.by_row(parallel.gather((sent, sum(map(len, micro_batches)))))
     tokens = Counter()
     sequences = Counter()
     sizes = defaultdict(Counter)
@@ -119,8 +125,9 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
             sequences[name, env] += more_sequences
             sizes[name, env].update(dict(more_sizes))
 
+    # Ids are those of the batch, so a rollout that lies on two ranks counts once.
     units = {key: len(sizes[key]) or number for key, number in sequences.items()}
-    return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
+    return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units=units, sizes=sizes)
 
 
 def unit_ids(row: MicroBatch, name: str) -> Any:
@@ -143,7 +150,7 @@ class RowLoss:
     parts: dict[LossComponent, Tensor] = field(default_factory=dict)
     """Each component's normalized share, 0-dim, no gradient."""
     metrics: list[MetricSums] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     """Every call of a loss function."""
 
 
@@ -162,26 +169,31 @@ def row_loss(
     ``old_logprobs`` [T]: None if they are those of the step itself. ``computed``: the outputs of
     heads [T], and ``top_logprobs`` [T, k], with gradient; columns of ``REFERENCES`` [T].
     """
+    # Zero with a graph: a rank whose row has no member still goes backward, as the others do, or
+    # their collectives would wait for it.
     result = RowLoss(logprobs[:1].sum() * 0.0)
+    # One pass serves both where the weights are still those that the batch began with.
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    given = {"top_logprobs": None, "entropies": entropies, "old_logprobs": old, **computed}
+    known = {"top_logprobs": None, "entropies": entropies, "old_logprobs": old, **computed}
     for head in {head for name, _ in counts.members for head in losses[name].read_heads}:
         result.loss = result.loss + computed[head.name][:1].sum() * 0.0  # a gradient on every rank
     for name, whole in row.shares.items():
         component = losses[name]
+        # A part has one divisor, and its tokens have the same optional streams.
         for share, env in _parts(row, component, whole):
-            columns = _columns(row, component, share, given) | {
+            columns = _columns(row, component, share=share, given=known) | {
                 "trainer_logprobs": logprobs,
                 "inference_logprobs": row.inference_logprobs,
                 "loss_mask": share.mask,
-                "loss_weights": _weights(row, component, share, counts),
+                "loss_weights": _weights(row, component, share=share, counts=counts),
             }
             calls = [
                 replace(call, outputs=_checked(component, losses, call.outputs))
-                for call in _calls(row, component, share, columns)
+                for call in _calls(row, component, share=share, columns=columns)
             ]
             divisor = counts.divisor(component, env)
             part = torch.stack([call.outputs.loss for call in calls]).sum() / divisor
+            # A loss that detached its input would train nothing, and every metric would look right.
             if logprobs.requires_grad and not part.requires_grad and part.any():
                 raise PluginError(
                     f"loss {component.loss.name!r}: {len(share.tokens)} tokens train in it, and "
@@ -201,26 +213,32 @@ def row_loss(
 def _parts(
     row: PackedRow, component: Component, whole: Share
 ) -> Iterator[tuple[Share, str | None]]:
-    """The component's share of the row, in parts with one divisor each; and the env of a part that
-    has its env's. A loss that sees the row at once also gets sequences without an optional stream
-    apart."""
-    optional = [n for n, default in component.defaults.items() if default is None]
-    lacking = [row.absent[n] for n in optional if n in row.absent and component.scope == "token"]
-    found: dict[tuple[Any, ...], list[int]] = {}
+    """The component's share of the row, in parts with one divisor each, and the env of each part
+    whose divisor is that of its env. A loss of scope ``token`` sees many sequences at once: those
+    that lack one of its optional streams are parts of their own."""
+    absences = []
+    if component.scope == "token":
+        optional = [name for name, default in component.defaults.items() if default is None]
+        absences = [row.absent[name] for name in optional if name in row.absent]
+
+    sequences_of: dict[tuple[Any, ...], list[int]] = {}
     for s in whole.sequences:
         env = row.envs[row.sequence_envs[s]] if component.per_env else None
-        found.setdefault((env, *(bool(absent[s]) for absent in lacking)), []).append(s)
+        lacks = [bool(absent[s]) for absent in absences]
+        sequences_of.setdefault((env, *lacks), []).append(s)
 
-    if len(found) == 1:
-        yield whole, next(iter(found))[0]
+    if len(sequences_of) == 1:
+        yield whole, next(iter(sequences_of))[0]
         return
 
-    for (env, *_), sequences in found.items():
-        chosen = np.zeros(len(row.lengths), np.bool_)
-        chosen[sequences] = True
-        ours = np.repeat(chosen, row.lengths)
-        mask = whole.mask & to_device(ours, np.bool_, whole.mask.device)
-        yield Share(mask, whole.weights, sequences, whole.tokens[ours[whole.tokens]]), env
+    for (env, *_), sequences in sequences_of.items():
+        is_chosen = np.zeros(len(row.lengths), np.bool_)  # [S]
+        is_chosen[sequences] = True
+        in_part = np.repeat(is_chosen, row.lengths)  # [T]
+
+        mask = whole.mask & to_device(in_part, np.bool_, whole.mask.device)
+        tokens = whole.tokens[in_part[whole.tokens]]
+        yield Share(mask, whole.weights, sequences=sequences, tokens=tokens), env
 
 
 def _columns(
@@ -253,6 +271,7 @@ def _columns(
                 f"{name!r}, which they lack. Their algorithm has to assign it."
             )
 
+        # Integers stay integers, for a loss may index by them; a fraction makes the column float.
         kind = torch.float32 if isinstance(default, float) else torch.int32
         if column is None and default is not None:
             column = torch.full_like(row.inference_logprobs, default, dtype=kind)
@@ -263,6 +282,7 @@ def _columns(
 
         columns[name] = None if column is None else column.detach()
 
+    # `LossInputs` has both fields for every loss, also for one that reads neither.
     columns.setdefault("ref_logprobs", None)
     if columns.get("advantages") is None:
         columns["advantages"] = torch.zeros_like(row.inference_logprobs)
@@ -281,30 +301,39 @@ def _weights(row: PackedRow, component: Component, share: Share, counts: Counts)
             of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
             sizes[s] = of_env[int(ids[s])]
 
+    # At least 1: a sequence without members stays finite. Its tokens are masked anyway.
     scale = to_device(1 / np.maximum(sizes, 1), np.float32, share.mask.device)[row.sequence_ids]
     return scale if share.weights is None else share.weights * scale
 
 
 def _calls(
     row: PackedRow, component: Component, share: Share, columns: Mapping[str, Tensor | None]
-) -> Iterator[Call]:
+) -> Iterator[RecordedCall]:
     """The loss of the whole row at once, or of each sequence, rollout or group with members."""
     loss = component.loss
     call = running(loss.name, hook=f"loss {loss.name!r}", owner=loss)(loss)
     if component.scope == "token":
+        # All sequences of a part lack the same optional streams (`_parts`): the first tells.
         lacks = share.sequences[:1]
-        yield Call(call(_inputs(row, component, columns, lacks)))
+        yield RecordedCall(call(_inputs(row, component, columns=columns, sequences=lacks)))
         return
 
     ends = np.cumsum([0, *row.lengths])
     if component.scope == "sequence":
-        split = {n: c if c is None else c.split_with_sizes(row.lengths) for n, c in columns.items()}
+        # One split for all sequences: its gradient is one tensor of the row, as below.
+        split = {
+            name: None if column is None else column.split_with_sizes(row.lengths)
+            for name, column in columns.items()
+        }
         for s in share.sequences:
-            own = {name: None if parts is None else parts[s] for name, parts in split.items()}
-            outputs = call(_inputs(row, component, own, [s]))
-            yield Call(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
+            of_sequence = {
+                name: None if parts is None else parts[s] for name, parts in split.items()
+            }
+            outputs = call(_inputs(row, component, columns=of_sequence, sequences=[s]))
+            yield RecordedCall(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
         return
 
+    # The row has its sequences sorted by length. A unit's come in the order of the micro batch.
     ids = row.of_sequences[f"{component.scope}_ids"]
     order = row.of_sequences["order"]
     units = [
@@ -323,9 +352,12 @@ def _calls(
         for name, column in columns.items()
     }
     for number, (sequences, positions) in enumerate(zip(units, tokens, strict=True)):
-        own = {name: None if parts is None else parts[number] for name, parts in split.items()}
+        of_unit = {name: None if parts is None else parts[number] for name, parts in split.items()}
+        # The unit is whole. What of it trains in another component says nothing of this one's
+        # optional streams.
         trained = [s for s in sequences if s in share.sequences]
-        yield Call(call(_inputs(row, component, own, trained)), positions, trained[0])
+        outputs = call(_inputs(row, component, columns=of_unit, sequences=trained))
+        yield RecordedCall(outputs, positions, trained[0])
 
 
 def _inputs(
@@ -334,7 +366,7 @@ def _inputs(
     columns: Mapping[str, Tensor | None],
     sequences: Sequence[int],
 ) -> LossInputs:
-    """``columns`` without what the loss does not read, or what one of ``sequences`` lacks."""
+    """The ``columns`` that the loss reads and that each of ``sequences`` has."""
     kept = dict(columns)
     for name, default in component.defaults.items():
         if default is None and name in row.absent and row.absent[name][list(sequences)].any():
@@ -346,24 +378,27 @@ def _inputs(
 
 
 def _checked(component: Component, losses: Components, outputs: Any) -> LossOutputs:
-    """The outputs with the component's name before those of its metrics, but for rl. Raises
-    ``PluginError`` for outputs that break the contract."""
+    """The outputs. The names of a component's metrics begin with the component's name, except for
+    rl. Raises ``PluginError`` for outputs that break the contract."""
     name = component.cls.name if hasattr(component.cls, "name") else component.name
     if not isinstance(outputs, LossOutputs):
-        found = type(outputs).__name__
+        returned = type(outputs).__name__
     elif not isinstance(outputs.loss, Tensor):
-        found = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
+        returned = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
     elif outputs.loss.dim():
-        found = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
+        returned = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
     else:
-        own = () if component.name == "rl" else (component.name,)
-        labels = {
-            metric: metric if metric.partition("/")[0] in own else "/".join((*own, metric))
-            for metric in outputs.metrics
-        }
+        # Components that report the same metric must not overwrite each other. The loss of rl
+        # keeps the plain names, which graphs of other runs have.
+        is_rl = component.name == "rl"
+        labels = {}
+        for metric in outputs.metrics:
+            has_name = metric.partition("/")[0] == component.name
+            labels[metric] = metric if is_rl or has_name else f"{component.name}/{metric}"
+
         for metric, label in labels.items():
             first = label.partition("/")[0]
-            if first in TAKEN or (not own and first != name and first in losses):
+            if first in TAKEN or (is_rl and first != name and first in losses):
                 raise PluginError(
                     f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
                     f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."
@@ -372,6 +407,6 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
         return replace(outputs, metrics=metrics)
 
     raise PluginError(
-        f"loss {name!r} returned {found}, expected LossOutputs with a 0-dim tensor: the sum "
+        f"loss {name!r} returned {returned}, expected LossOutputs with a 0-dim tensor: the sum "
         "over loss_mask. Fix its __call__."
     )

@@ -23,7 +23,7 @@ from prime_rl.trainer.packing import Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RecordedCall:
     """One call of a loss function."""
 
     outputs: LossOutputs
@@ -45,7 +45,7 @@ class MetricSums:
     """[M, E] on the host: over how many."""
 
 
-def reduce_calls(calls: Sequence[Call], row: PackedRow, share: Share) -> MetricSums | None:
+def reduce_calls(calls: Sequence[RecordedCall], row: PackedRow, share: Share) -> MetricSums | None:
     """Sums over the sequences with members; None: the loss reports nothing."""
     if not any(call.outputs.metrics for call in calls):
         return None
@@ -89,7 +89,7 @@ def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     )
 
 
-def _of_sequences(calls: Sequence[Call], row: PackedRow) -> MetricSums:
+def _of_sequences(calls: Sequence[RecordedCall], row: PackedRow) -> MetricSums:
     """0-dim metrics count once per call, 1-D ones once per entry."""
     names = tuple(dict.fromkeys(name for call in calls for name in call.outputs.metrics))
     numbers = np.zeros((len(names), len(row.envs)), np.int64)
@@ -108,7 +108,7 @@ def _of_sequences(calls: Sequence[Call], row: PackedRow) -> MetricSums:
     stacked = torch.stack(values)
     sums = stacked.new_zeros(numbers.size)
     sums.index_add_(0, to_device(np.array(places), np.int64, sums.device), stacked)
-    return MetricSums(names, row.envs, sums.view(numbers.shape), numbers)
+    return MetricSums(names, row.envs, sums=sums.view(numbers.shape), numbers=numbers)
 
 
 def _one_sequence(name: str, metric: Any) -> tuple[Tensor, int]:
@@ -118,10 +118,10 @@ def _one_sequence(name: str, metric: Any) -> tuple[Tensor, int]:
         return values.sum() / metric.mask.sum().clamp(min=1), 1
 
     if not isinstance(metric, Tensor) or metric.dim() > 1:
-        found = f"shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else type(metric)
+        actual = f"shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else type(metric)
         raise PluginError(
             f"loss metric {name!r}: expected a 0-dim tensor (a figure of the sequence), a 1-D one "
-            f"or a TokenMetric, got {found}. Reduce or wrap it."
+            f"or a TokenMetric, got {actual}. Reduce or wrap it."
         )
 
     return metric.detach().float().sum(), metric.numel()

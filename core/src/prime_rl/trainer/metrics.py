@@ -6,8 +6,9 @@
 
 ``loss/mean`` is the step's loss. ``loss/{median,std,min,max}`` are over its micro batches, of each
 one's share times their number, so that their mean is the step's loss. ``entropy`` and
-``mismatch_kl`` are over tokens. What losses report is a mean over sequences. ``policy_lag/N/...``
-are means over the tokens that a policy N versions behind sampled; a batch of one age has none.
+``mismatch_kl`` are over tokens. A value that a loss reports is a mean over sequences.
+``policy_lag/N/...`` are means over the tokens that a policy N versions behind sampled; a batch of
+one age has none.
 
 Values are gathered whole, so that medians are exact over all ranks. That takes 8 bytes per trained
 token and step (entropy and mismatch KL), 32 MB at four million tokens.
@@ -36,20 +37,22 @@ from prime_rl.errors import RunError
 from prime_rl.plugins.loss import TokenMetric
 from prime_rl.registry.calls import take_logged, weighted_means
 from prime_rl.rundir.attempts import check_current
-from prime_rl.trainer import parallel
+from prime_rl.trainer import context, parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss import Counts, RowLoss
 from prime_rl.trainer.loss_metrics import MetricSums
 from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import Ints
 
+PAIRS = ("plugin/", "policy_lag/", "router/")
+"""Metrics whose values are pairs: a mean, and its weight."""
 Floats: TypeAlias = npt.NDArray[np.float64]
 Entry: TypeAlias = tuple[Literal["mean", "sum", "max", "values"], str, str, int]
 """Kind, metric, env, and a number: the divisor of a mean, or how many elements the values have.
 Every other kind has one element."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Merged:
     """All ranks' entries."""
 
@@ -67,6 +70,7 @@ class StepMetrics:
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
         self._device = torch.device("cpu")
+        # Tensors stay on the device: fetching each number would make the host wait for every row.
         self._blocks: dict[tuple[tuple[str, ...], ...], tuple[Tensor, Ints]] = {}
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
@@ -75,7 +79,11 @@ class StepMetrics:
     def add(self, block: MetricSums) -> None:
         """Parts of means: sums, and over how many."""
         key = (block.names, block.envs)
-        sums, numbers = self._blocks.get(key, (0.0, 0))
+        if key not in self._blocks:
+            self._blocks[key] = (block.sums, block.numbers)
+            return
+
+        sums, numbers = self._blocks[key]
         self._blocks[key] = (sums + block.sums, numbers + block.numbers)
 
     def add_max(self, name: str, value: Tensor) -> None:
@@ -85,6 +93,11 @@ class StepMetrics:
     def add_sum(self, name: str, value: Tensor) -> None:
         """A part of a sum, over ranks too."""
         self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def add_mean(self, name: str, total: Tensor, number: Tensor) -> None:
+        """A part of a mean over all rows and ranks: a sum, 0-dim, and over how many."""
+        pair = torch.stack([total / number.clamp(min=1), number])
+        self._values.append((pair, [("values", name, "", 2)]))
 
     @torch.no_grad()
     def observe(
@@ -101,6 +114,7 @@ class StepMetrics:
 
         for block in loss.metrics:
             self.add(block)
+
         if len(compared):
             tokens, entries = self._by_env("mismatch_kl", row, compared)
             log_ratio = logprobs[tokens] - row.inference_logprobs[tokens]
@@ -109,9 +123,11 @@ class StepMetrics:
             self.add_max("logprob_gap/max", log_ratio.abs().max())
 
         if row.policy_lag is not None:
-            self._observe_lag(row, row.policy_lag, logprobs, loss, compared)
+            self._observe_lag(row, row.policy_lag, logprobs=logprobs, loss=loss, compared=compared)
+
         if len(row.sampled_tokens):
             tokens, entries = self._by_env("entropy", row, row.sampled_tokens)
+            # Values and not their sum, because a median over all ranks is wanted, too.
             self._values.append((entropies[tokens], entries))
 
     def _observe_lag(
@@ -125,19 +141,28 @@ class StepMetrics:
             "mismatch_kl": log_ratio.expm1() - log_ratio,
         }
         for name, values in columns.items():
-            self._add_by_lag(name, lag, compared, values, torch.ones_like(values))
+            self._add_by_lag(
+                name, lag, tokens=compared, values=values, weights=torch.ones_like(values)
+            )
 
         calls = [(call, call.outputs.metrics.get("is_masked")) for call in loss.calls]
-        masked = [(call, each) for call, each in calls if isinstance(each, TokenMetric)]
-        if masked:
-            places = np.arange(len(lag))
-            tokens = np.concatenate([places[call.tokens] for call, _ in masked])
-            at = to_device(tokens, np.int64, self._device)
-            member = torch.cat([each.mask for _, each in masked])
-            is_masked = torch.cat([each.values for _, each in masked]).detach().to(logprobs.dtype)
-            weights = torch.zeros_like(logprobs).index_add_(0, at, member.to(logprobs.dtype))
-            values = torch.zeros_like(logprobs).index_add_(0, at, is_masked.where(member, 0.0))
-            self._add_by_lag("is_masked", lag, np.unique(tokens), values, weights)
+        masked = [(call, metric) for call, metric in calls if isinstance(metric, TokenMetric)]
+        if not masked:
+            return
+
+        places = np.arange(len(lag))
+        tokens = np.concatenate([places[call.tokens] for call, _ in masked])
+        at = to_device(tokens, np.int64, self._device)
+        member = torch.cat([metric.mask for _, metric in masked])
+        is_masked = torch.cat([metric.values for _, metric in masked])
+        is_masked = is_masked.detach().to(logprobs.dtype)
+
+        # Several losses may have seen one token: its values add up, as do its weights.
+        weights = torch.zeros_like(logprobs)
+        weights.index_add_(0, at, member.to(logprobs.dtype))
+        values = torch.zeros_like(logprobs)
+        values.index_add_(0, at, is_masked.where(member, 0.0))
+        self._add_by_lag("is_masked", lag, tokens=np.unique(tokens), values=values, weights=weights)
 
     def _add_by_lag(
         self, name: str, lag: Ints, tokens: Ints, values: Tensor, weights: Tensor
@@ -146,11 +171,14 @@ class StepMetrics:
         tokens = tokens[lag[tokens] >= 0]
         if not len(tokens):
             return
+
         lags, places = np.unique(lag[tokens], return_inverse=True)
         at = to_device(tokens, np.int64, self._device)
         place = to_device(places, np.int64, self._device)
         sums = values.new_zeros(len(lags)).index_add_(0, place, values[at])
         numbers = weights.new_zeros(len(lags)).index_add_(0, place, weights[at])
+
+        # With its weight beside each mean, means of rows and ranks of any size can be averaged.
         pairs = torch.stack([sums / numbers.clamp(min=1), numbers], dim=1)
         names = [f"policy_lag/{each}/{name}" for each in lags.tolist()]
         self._values.append((pairs, [("values", each, "", 2) for each in names]))
@@ -162,6 +190,7 @@ class StepMetrics:
         entries: list[Entry] = [
             ("values", name, env, n) for env, n in zip(row.envs, numbers, strict=True) if n
         ]
+        # Entries are runs of elements, so the tokens of one env have to stand together.
         ordered = tokens[np.argsort(env_ids, kind="stable")]
         return to_device(ordered, np.int64, self._device), entries
 
@@ -172,12 +201,13 @@ class StepMetrics:
 
     @property
     def reported(self) -> set[str]:
-        """Names of what losses report, on any rank."""
+        """Names of the metrics that losses report on any rank."""
         return {name for part, _ in self.gathered for kind, name, *_ in part if kind == "mean"}
 
     @cached_property
     def gathered(self) -> list[tuple[Sequence[Entry], Floats]]:
         """Every rank's entries and their elements on the host: two collectives, one transfer."""
+        # What plugins have logged in this process since the step before joins its metrics here.
         for name, *pair in take_logged():  # a value, then its weight
             for x in pair:
                 tensor = x if isinstance(x, Tensor) else torch.full((), x, device=self._device)
@@ -192,52 +222,65 @@ class StepMetrics:
         entries += [("sum", name, "", 1) for name in self._sums]
         entries += [("max", name, "", 1) for name in self._maxima]
         entries += [entry for _, columns in self._values for entry in columns]
-        tensors = [
-            *(sums for sums, _ in self._blocks.values()),
-            *(*self._sums.values(), *self._maxima.values()),
-            *(values for values, _ in self._values),
-        ]
-        flat = torch.cat(
-            [
-                torch.zeros(0, device=self._device),
-                *(tensor.detach().float().flatten() for tensor in tensors),
-            ]
-        )
+
+        # In the order of the entries. Without any tensor, torch.cat needs an empty one.
+        tensors = [torch.zeros(0, device=self._device)]
+        tensors += [sums for sums, _ in self._blocks.values()]
+        tensors += [*self._sums.values(), *self._maxima.values()]
+        tensors += [values for values, _ in self._values]
+        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
         if not parallel.several_ranks():
             return [(entries, flat.cpu().double().numpy())]
+
+        # Ranks have different numbers of elements, and all_gather wants equal ones.
         described = parallel.gather((entries, len(flat)))
         longest = max(length for _, length in described)
         padded = torch.nn.functional.pad(flat, (0, longest - len(flat)))
         gathered = [torch.empty_like(padded) for _ in described]
         torch.distributed.all_gather(gathered, padded)
         rows = torch.stack(gathered).cpu().double().numpy()
-        return [(entries, row) for (entries, _), row in zip(described, rows, strict=True)]
+        of_ranks: list[tuple[Sequence[Entry], Floats]] = [
+            (entries, row) for (entries, _), row in zip(described, rows, strict=True)
+        ]
+        return [*context.by_row(of_ranks)]
 
 
 def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]:
     """The metrics of one or several optimizer steps of a batch. Losses are means over the steps, as
     each has denominators of its own; tokens are counted in the first of the ``epochs``."""
-    merged = _merge([part for each in steps for part in each.gathered])
+    # Every rank merges the same parts, so all have the same metrics without a further exchange.
+    merged = _merge([part for step in steps for part in step.gathered])
     number = len(steps)
+    # Taken out, so that `_distributions` sees values of tokens only.
     shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
-    names = [name for name in merged.values if name.startswith(("plugin/", "policy_lag/"))]
+
+    names = [name for name in merged.values if name.startswith(PAIRS)]
     logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
     lags = {name.split("/")[1] for name in names if name.startswith("policy_lag/")}
-    if len(lags) == 1:  # a loss reads the ages of a batch that has only one
-        logged = {n: pairs for n, pairs in logged.items() if not n.startswith("policy_lag/")}
+    if len(lags) == 1:  # a loss reads the policy lag of a batch in which all tokens have the same
+        logged = {
+            name: pairs for name, pairs in logged.items() if not name.startswith("policy_lag/")
+        }
+    weighted = [
+        (name, value, weight)
+        for name, pairs in logged.items()
+        for value, weight in pairs.reshape(-1, 2)
+    ]
+
     tokens: Counter[str] = Counter()
-    for each in steps[: number // epochs]:
-        tokens.update(each.counts.metrics())
-    return (
-        statistics(shares * (len(shares) / number), "loss")
-        | {"loss/mean": float(shares.sum()) / number}
-        | _distributions(merged.values)
-        | {label: total / count for label, (total, count) in merged.means.items() if count}
-        | {name: total / number for name, total in merged.sums.items()}
-        | merged.maxima
-        | weighted_means((n, *pair) for n in logged for pair in logged[n].reshape(-1, 2))
-        | tokens
-    )
+    for step in steps[: number // epochs]:
+        tokens.update(step.counts.metrics())
+
+    # A micro batch has a share of its step's loss. Times their number it is comparable with it.
+    metrics = statistics(shares * (len(shares) / number), "loss")
+    metrics["loss/mean"] = float(shares.sum()) / number
+    # A mean over nothing has no number: 0.0 would look as if it had been measured.
+    metrics |= _distributions(merged.values)
+    metrics |= {label: total / count for label, (total, count) in merged.means.items() if count}
+    metrics |= {name: total / number for name, total in merged.sums.items()}
+    metrics |= merged.maxima
+    metrics |= weighted_means(weighted)
+    return metrics | tokens
 
 
 def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
@@ -247,13 +290,15 @@ def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
         start = 0
         for kind, name, env, number in entries:
             end = start + (number if kind == "values" else 1)
-            found = elements[start:end]
+            values = elements[start:end]
             start = end
             if kind == "values":
-                merged.values.setdefault(name, {}).setdefault(env, []).append(found)
+                merged.values.setdefault(name, {}).setdefault(env, []).append(values)
                 continue
-            value = float(found[0])
+
+            value = float(values[0])
             if kind == "mean":
+                # Over all envs, and of this one.
                 for label in (name, f"{name}/{env}/mean"):
                     total, count = merged.means.get(label, (0.0, 0))
                     merged.means[label] = (total + value, count + number)
@@ -288,7 +333,7 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
     if not len(values):
         return {}
     with np.errstate(all="ignore"):  # values that are not finite stay so, and are seen
-        found = {
+        moments = {
             "mean": values.mean(),
             "median": np.median(values),
             "std": values.std(),
@@ -296,16 +341,19 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
             "max": values.max(),
         }
 
-    return {f"{name}/{key}": float(value) for key, value in found.items()}
+    return {f"{name}/{key}": float(value) for key, value in moments.items()}
 
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append a step's line to ``<run>/trainer.jsonl``. Raises ``RunError`` if the disk refuses."""
     check_current()
-    finite = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
+    finite = {
+        name: value if math.isfinite(value) else None  # JSON has no NaN
+        for name, value in metrics.items()
+    }
     line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
     try:
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
         raise RunError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Container, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +23,28 @@ from prime_rl.plugins.loss import Head
 from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status, names_in
-from prime_rl.trainer import parallel
+from prime_rl.trainer import context, parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
+from prime_rl.trainer.expert_balance import ExpertBalance, check_routers, have_biases
 from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing, use_attention
+from prime_rl.trainer.routes import (
+    Replay,
+    Watched,
+    choosing,
+    experts_of,
+    observe_routers,
+    watching,
+)
 from prime_rl.trainer.unread import unread_model
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.02
+WORTH_COMPILING = 100_000_000
+"""Weights. A smaller model's steps are too short to make up for the minutes of its compiler."""
 
 
 class Policy(nn.Module):
@@ -48,16 +63,62 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
-        self.kernel.prepare(config.compile)
+        self.kernel.prepare(config.compile is not False)
+        self.compiled = False
+        """The decoder blocks are."""
         self.model = model
         self.heads = nn.ModuleList(heads)
         self.read: Container[str] = ()
         """The computed columns and the heads that losses of the batch read."""
         self.packing = self.packings(model.device)[0]
+        self.resident_experts: list[nn.Module] = []
+        """Modules whose weights stay on their ranks (``trainer.expert_parallel``)."""
+        is_observed = config.router_replay or config.watches_experts
+        self.mixtures = observe_routers(model) if is_observed else []
+        """Empty: routers are not observed."""
+        self.balance: ExpertBalance | None = None
+        """Of the batch that trains. None: nothing is counted."""
+        self.routers_have_biases = have_biases(model)
+        if config.balance_loss:
+            check_routers(model, "trainer.balance_loss")
+        if config.watches_experts and not self.mixtures:
+            raise ConfigError(
+                f"trainer.expert_load and balance_loss are about a mixture of experts, and "
+                f"{type(model).__name__} has none. Leave them out."
+            )
+        if config.router_replay and not self.mixtures:
+            raise ConfigError(
+                f"trainer.router_replay is true, and {type(model).__name__} has no mixture of "
+                "experts whose routers could be replayed. Set it to false."
+            )
+
+    @property
+    def resident(self) -> list[nn.Parameter]:
+        """The weights of experts that stay on their ranks."""
+        return [weight for module in self.resident_experts for weight in module.parameters()]
+
+    def prepare_blocks(self, config: TrainerConfig, device: torch.device, compiled: bool) -> None:
+        """Recompute and compile decoder blocks as ``config`` says, or not compile them."""
+        for model in (self.model, *(head.model for head in self.heads if head.model is not None)):
+            self.kernel.prepare_blocks(
+                model, config.activation_checkpointing, compiled=compiled, device=device
+            )
+        self.compiled = compiled
 
     def packings(self, device: torch.device) -> list[Packing]:
-        """The ways that the kernel has, and core's own, which is the slowest."""
-        return [*self.kernel.packings(device), APART]
+        """The ways that the kernel has, and core's own, which is the slowest. Of a row that several
+        ranks compute: those that can split it."""
+        packings = [*self.kernel.packings(device), APART]
+        if context.num_parts() == 1:
+            return packings
+        splitting = [each for each in packings if each.splits_rows]
+        if not splitting:
+            raise ConfigError(
+                f"trainer.context_parallel is {context.num_parts()}, and the kernel "
+                f"{self.kernel.name!r} has no way to split a row over ranks. Install "
+                "prime-rl-kernels and leave trainer.attention out, or leave context_parallel out."
+            )
+        return splitting
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
@@ -66,14 +127,34 @@ class Policy(nn.Module):
             use_attention(cast(PreTrainedModel, model), packing.attention)
         self.packing = packing
 
-    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """See ``token_logprobs``; and the output [T] of each head that is read."""
+    def forward(
+        self, row: PackedRow, replay: Replay | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See ``token_logprobs``; and what each head that is read gives (``HeadModule``).
+        ``replay``: takes the experts of the sampler."""
         packing = self.packing
         read = [head for head in self.heads if head.name in self.read]
-        hidden = packing.hidden_states(self.model, row.layout)
-        heads: dict[str, Tensor] = {str(head.name): head(row, hidden, packing) for head in read}
-        given = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
-        return *token_logprobs(self.model, row, packing, self.kernel, *given), heads
+        layout = row.layout if replay is not None else replace(row.layout, routes=None)
+        watched = None
+        # Rows that train: not that of an idle rank, nor passes without a gradient.
+        if self.balance is not None and torch.is_grad_enabled() and len(row.targets):
+            watched = Watched(watcher=self.balance)
+        with choosing(replay), watching(watched):
+            hidden = packing.hidden_states(self.model, layout)
+        heads: dict[str, Tensor] = {}
+        for head in read:
+            heads |= head(row, hidden, packing, self.kernel)
+        options = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
+        return *token_logprobs(self.model, row, packing, self.kernel, *options), heads
+
+    def replay(self, row: PackedRow) -> Replay | None:
+        """The replay of the experts that this rank's tokens were sampled by. None: the row has
+        none. Raises ``StreamError`` if they do not fit the model."""
+        if row.layout.routes is None:
+            return None
+        routes = context.part_of_tokens(row.layout.routes)
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        return Replay(routes, self.mixtures, num_layers)
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
@@ -92,25 +173,79 @@ def make_policy(
 ) -> Policy:
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
+    context.join_ranks(config.context_parallel)
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
-    policy = Policy(model, config, modules, kernel)
+    policy = Policy(model, config, heads=modules, kernel=kernel)
     half = in_half(config, device)
-    for each in filter(None, (model, *(head.model for head in modules))):
-        policy.kernel.prepare_blocks(each, config.activation_checkpointing, config.compile, device)
+    summed_in = reduce_dtype(config)
+    if config.compile == "auto":
+        _compile_if_worth_it(policy, config, device)
+    else:
+        policy.prepare_blocks(config, device, compiled=config.compile)
+    experts = resident_experts(model, config, policy.kernel)
+    policy.resident_experts = experts
     if parallel.several_ranks() or half:
         parallel.shard(
             policy,
             set(model._no_split_modules or ()),
-            device,
-            config.dp_replicate,
-            home,
+            device=device,
+            replicas=config.dp_replicate,
+            home=home,
             half=half,
-            exact=modules if half else (),
+            exact=modules if half or summed_in != torch.float32 else (),
             tuned=hasattr(model, "prime_rl_tuning"),
+            experts=experts,
+            reduces_in=summed_in,
         )
         register_fsdp_forward_method(policy, "plain_logprobs")
 
     return policy.to(home or device)
+
+
+def resident_experts(
+    model: PreTrainedModel, config: TrainerConfig, kernel: Kernel
+) -> list[nn.Module]:
+    """The modules of experts that stay whole on their ranks; none on one rank. Raises
+    ``ConfigError`` if the model, the kernel or the number of ranks does not allow it."""
+    if not config.expert_parallel:
+        return []
+    experts = experts_of(model)
+    problem = ""
+    if not experts:
+        problem = f"{type(model).__name__} has no mixture whose experts lie in one weight"
+    elif not kernel.computes_tokens_of_others:
+        problem = f"the kernel {kernel.name!r} does not send tokens (pip install prime-rl-kernels)"
+    elif hasattr(model, "prime_rl_tuning"):
+        problem = "adapters are trained with all experts gathered"
+    if problem:
+        raise ConfigError(f"trainer.expert_parallel is true: {problem}. Set it to false.")
+
+    for module in experts:
+        numbers = {len(weight) for weight in module.parameters()}
+        config.check_experts(max(numbers), parallel.num_ranks())
+    return experts if parallel.several_ranks() else []
+
+
+def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
+    """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
+    num_weights = sum(each.numel() for each in policy.model.parameters())
+    # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
+    in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
+    worth_it = num_weights >= WORTH_COMPILING and not in_blocks
+    if device.type == "cuda" and worth_it:
+        try:
+            policy.prepare_blocks(config, device, compiled=True)
+            return
+        except ConfigError as error:
+            logger.warning("trainer.compile = 'auto': blocks are not compiled. %s", error)
+    policy.prepare_blocks(config, device, compiled=False)
+
+
+def reduce_dtype(config: TrainerConfig) -> torch.dtype:
+    """In which ranks sum gradients. One rank has nothing to sum, and does not round."""
+    if parallel.several_ranks() and config.reduce_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
 
 
 def in_half(config: TrainerConfig, device: torch.device) -> bool:

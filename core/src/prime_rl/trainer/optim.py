@@ -22,7 +22,7 @@ def build_optimizer(
     if not isinstance(maker, AdamWMaker):
         return maker.make(model, lr, weight_decay)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return adamw(trained, maker.config, lr, weight_decay)
+    return adamw(trained, maker.config, lr=lr, weight_decay=weight_decay)
 
 
 def adamw(parameters: list[Any], config: PluginConfig, lr: float, weight_decay: float) -> AdamW:

@@ -1,4 +1,4 @@
-"""A micro batch as tensors on the device, with what each token is for.
+"""A micro batch as tensors on the device, with the purpose of each token.
 
 Sequences are sorted by length, longest first: neighbors of equal length share one attention call.
 
@@ -7,8 +7,8 @@ Shapes: T = tokens of the row, S = its sequences, N = its targets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from prime_rl.registry.components import Components
 from prime_rl.streams import (
+    ROUTES,
     TOP_IDS,
     WEIGHTS,
     BoolColumn,
     LossComponent,
+    StreamColumn,
     components,
     is_absent,
     members,
@@ -49,12 +51,12 @@ class Share:
     """On the host: positions of the members."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PackedRow:
     """One packed row, ready for the model."""
 
     layout: Layout
-    """What the model computes of it."""
+    """How the model computes the row."""
     lengths: tuple[int, ...]
     """[S] tokens of each sequence."""
     token_ids: Tensor
@@ -88,12 +90,22 @@ class PackedRow:
     """[N, k] on the host, where they are checked: the stream, of the targets."""
     policy_lag: Ints | None
     """[T] on the host: versions between the policy that sampled a token and the one in training,
-    -1 where none did. None: the batch does not say."""
+    -1 for tokens that no policy sampled. None: the batch does not say."""
+    ending: Ints | None = None
+    """[E] on the host: the sequences of ``layout.ends``, those that have targets. None: no head
+    reads the states at their ends."""
 
 
-def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = APART) -> PackedRow:
+def make_row(
+    micro_batch: MicroBatch,
+    device: torch.device,
+    packing: Packing = APART,
+    with_ends: bool = False,
+    with_routes: bool = False,
+) -> PackedRow:
     """Sort the sequences by length and move them over, for a model that computes them by
-    ``packing``."""
+    ``packing``. ``with_ends``: a head reads the states at the ends of sequences. ``with_routes``:
+    the experts of the sampler are replayed."""
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     tokens = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in order])
@@ -102,13 +114,15 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
-    shares = _shares(micro_batch, tokens, sequence_ids, device)
+    shares = _shares(micro_batch, tokens, sequence_ids=sequence_ids, device=device)
     trained = _union([each.tokens for each in shares.values()])
     targets = trained[positions[trained] > 0]
     streams = {
         name: column[tokens]
         for name in stream_names(micro_batch)
-        if not name.endswith(WEIGHTS) and (column := stream(micro_batch, name)) is not None
+        if not name.endswith(WEIGHTS)
+        and name != ROUTES
+        and (column := stream(micro_batch, name)) is not None
     }
     absent = {name: is_absent(column[positions == 0]) for name, column in streams.items()}
     ids: dict[str, npt.NDArray[Any]] = {
@@ -120,10 +134,21 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
         if column is not None:
             ids[name] = column
 
+    ending = np.unique(sequence_ids[targets]) if with_ends else None
+    ends = None if ending is None else np.cumsum(lengths)[ending] - 1
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
+
+    def lay_out(of_tokens: Ints) -> Layout:
+        return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
+
+    routes = micro_batch.streams.get(ROUTES) if with_routes else None
+    if routes is None:
+        layout = lay_out(token_ids)
+    else:
+        layout = _routed_layout(lay_out, token_ids, routes=routes[tokens], device=device)
     return PackedRow(
-        layout=packing.lay_out(token_ids, sequence_ids, lengths, targets, device),
+        layout=layout,
         lengths=tuple(lengths.tolist()),
         token_ids=to_device(token_ids, np.int64, device),
         sequence_ids=to_device(sequence_ids, np.int64, device),
@@ -141,6 +166,35 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
         of_sequences={name: column[order] for name, column in ids.items()},
         top_ids=streams[TOP_IDS][targets] if TOP_IDS in streams else None,
         policy_lag=streams.get("policy_lag"),
+        ending=ending,
+    )
+
+
+def _routed_layout(
+    lay_out: Callable[[Ints], Layout],
+    token_ids: Ints,
+    routes: StreamColumn,
+    device: torch.device,
+) -> Layout:
+    """A layout with the experts of each computed token. ``routes``: [T, layers, k].
+
+    A packing shares what is equal, so it sees numbers that are equal for equal tokens with equal
+    experts. They also say which token of the row each computed one is.
+    """
+    absent = is_absent(routes)
+    parts = [token_ids[:, None].view(np.uint8), routes.reshape(len(routes), -1).view(np.uint8)]
+    keys = np.ascontiguousarray(np.concatenate(parts, axis=1))
+    rows = keys.view(np.dtype((np.void, keys.shape[1]))).ravel()
+    _, first, numbers = np.unique(rows, return_index=True, return_inverse=True)
+
+    layout = lay_out(numbers.astype(np.int64))
+    at = to_device(first, np.int64, device)[layout.token_ids]  # [U]
+    chosen = to_device(routes, np.uint8 if routes.dtype == np.uint8 else np.int32, device)[at]
+    has_none = to_device(absent, np.bool_, device)[at]
+    return replace(
+        layout,
+        token_ids=to_device(token_ids, np.int64, device)[at],
+        routes=chosen.to(torch.int64).masked_fill(has_none[:, None, None], -1),
     )
 
 

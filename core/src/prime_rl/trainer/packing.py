@@ -10,19 +10,24 @@ Shapes: T = tokens of the row, N = its targets, U = tokens computed, D = hidden 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
+from prime_rl.trainer.routes import among_padding, choosing, padded_routes, watching
+
+if TYPE_CHECKING:
+    # Importing it takes longer than all of a plugin's checks, which load no model.
+    from transformers import PreTrainedModel
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -37,6 +42,13 @@ class Layout:
     """Tokens of each document."""
     sources: Tensor
     """[N] int64: the computed token whose hidden state predicts each target."""
+    ends: Tensor | None = field(default=None, kw_only=True)
+    """[E] int64: the computed tokens at which some sequences end. None: nothing reads them."""
+    present: Tensor | None = field(default=None, kw_only=True)
+    """[U] bool: the tokens of the row; others fill it up. None: all."""
+    routes: Tensor | None = field(default=None, kw_only=True)
+    """[U, layers, k] int64: the experts that compute each token; -1: those of its router. None:
+    nothing is replayed. Core adds them to what ``lay_out`` gives."""
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -46,12 +58,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Packing:
-    """A way of rows through the model. This one makes a call for each padded batch of documents of
+    """How rows go through the model. This way makes a call for each padded batch of documents of
     similar length."""
 
     name: str = "apart"
     attention: str = "eager"
     """The name of its attention in transformers. ``eager`` has a cap on scores, sinks and more."""
+    splits_rows: ClassVar[bool] = False
+    """It can compute a part of a row on each of several ranks (``context``)."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.attention})"
@@ -63,13 +77,17 @@ class Packing:
         lengths: Ints,
         targets: Ints,
         device: torch.device,
+        ends: Ints | None = None,
     ) -> Layout:
         """What the model computes of a row, given [T] tokens and the sequence of each, the length
-        of each sequence, and [N] targets. This one: every token, as it lies in the row."""
+        of each sequence, and [N] targets. This one: every token, as it lies in the row.
+
+        ``ends`` [E]: last tokens of sequences with targets whose states a head reads."""
         return Layout(
             token_ids=to_device(token_ids, np.int64, device),
             lengths=tuple(lengths.tolist()),
             sources=to_device(targets - 1, np.int64, device),
+            ends=None if ends is None else to_device(ends, np.int64, device),
         )
 
     def hidden_states(self, model: Any, layout: Layout) -> Tensor:
@@ -77,20 +95,32 @@ class Packing:
         of a causal model attends to it."""
         documents = list(torch.split(layout.token_ids, list(layout.lengths)))
         sizes = batch_sizes(layout.lengths)
+        routes = None
+        if layout.routes is not None:
+            routes = list(torch.split(layout.routes, list(layout.lengths)))
         states = []
         start = 0
         num_calls = max(parallel.gather(len(sizes)))
         for size in sizes:
             batch = documents[start : start + size]
-            padded = decode(model, pad_sequence(batch, batch_first=True))
+            present = pad_sequence(
+                [torch.ones_like(each, dtype=torch.bool) for each in batch], True
+            )
+            replayed: AbstractContextManager[None] = nullcontext()
+            if routes is not None:
+                of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
+                replayed = padded_routes(of_batch.flatten(0, 1))
+            with replayed, among_padding(present.flatten()):
+                padded = decode(model, pad_sequence(batch, batch_first=True))
             states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
             start += size
 
         whole = torch.cat(states)
         # Each call gathers sharded weights, so every rank has to make as many calls. An idle call
         # has to be part of the graph: the backward pass gathers too.
-        for _ in range(num_calls - len(sizes)):
-            whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
+        with choosing(None), watching(None):
+            for _ in range(num_calls - len(sizes)):
+                whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
         return whole
 
 

@@ -11,6 +11,11 @@ hybrid sharding). Deviations:
 2. In bfloat16 a single rank has shards too, all of them: its weights are in float32, and a block's
    are rounded while it runs. So the curve does not depend on the number of ranks.
 
+The experts of a mixture may stay whole on their rank (``trainer.expert_parallel``): each rank of a
+replica has equally many, in the same shards, and tokens travel to them by all-to-all
+(``Kernel.computes_tokens_of_others``). So a checkpoint or a published version does not tell in
+which of the two ways it was trained.
+
 A collective needs every rank, in the same order on all of them. So an error of one rank is
 exchanged before it is raised (``on_main``, ``on_all``): ranks that go on without it would wait
 for it forever. One rank exchanges nothing.
@@ -21,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -29,28 +34,36 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.rundir.launch import STORE
 from prime_rl.trainer.rank import Rank
 
 TIMEOUT = timedelta(hours=2)
-"""How long ranks wait for one that reads or writes a large model on a slow disk. It is not needed
-when a rank dies: the agent then ends the others."""
+"""How long ranks wait for one that reads or writes a large model on a slow disk, at least. It is
+not needed when a rank dies: the agent then ends the others."""
+_limit = TIMEOUT
+"""The timeout of this process's groups."""
 
 
 @contextmanager
-def joined(rank: Rank, device: torch.device, elsewhere: bool = False) -> Iterator[None]:
+def joined(
+    rank: Rank, device: torch.device, elsewhere: bool = False, hang_timeout: float = 0.0
+) -> Iterator[None]:
     """In one process group with the other ranks: NCCL for tensors on a GPU, gloo for the host's.
-    ``elsewhere``: engines run on other machines, and NCCL may have to reach them.
+    ``elsewhere``: engines run on other machines, and NCCL may have to reach them. Ranks wait for
+    each other for ``TIMEOUT``, or twice the ``hang_timeout`` (seconds) if that is longer.
 
     After an error the group is not destroyed: that would wait for ranks that wait for us. The
     process ends instead (``__main__.leave``).
     """
+    global _limit
+    _limit = max(TIMEOUT, 2 * timedelta(seconds=hang_timeout))
     if rank.size > 1:
         _join(rank, device, _local_store(rank, elsewhere) if STORE in os.environ else None)
     yield
@@ -68,24 +81,30 @@ def _join(rank: Rank, device: torch.device, store: Any) -> None:
         store=store,
         rank=rank.number if store else -1,
         world_size=rank.size if store else -1,
-        timeout=TIMEOUT,
+        timeout=_limit,
     )
 
 
 def _local_store(rank: Rank, elsewhere: bool = False) -> Any:
-    """A file; all ranks are on this machine, and listen on loopback only. NCCL has one interface
-    for the life of a process: with engines elsewhere it must not be loopback."""
+    """A store in a file: all ranks are on this machine, and listen on loopback only. NCCL keeps its
+    first interface for the life of a process, so it must not be loopback if engines are
+    elsewhere."""
     if sys.platform == "linux":
         for library in ("GLOO",) if elsewhere else ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     store = dist.FileStore(os.environ[STORE], rank.size)  # type: ignore[attr-defined]
-    store.set_timeout(TIMEOUT)  # else 300 s, too short for a rank that reads from a slow disk
+    store.set_timeout(_limit)  # else 300 s, too short for a rank that reads from a slow disk
     return store
 
 
 def several_ranks() -> bool:
     """Whether other processes train this model too."""
     return num_ranks() > 1
+
+
+def limit() -> timedelta:
+    """How long ranks wait for each other, in every group."""
+    return _limit
 
 
 def rank() -> int:
@@ -97,16 +116,19 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-Group = dist.ProcessGroup | None
-"""None: the main thread's. Collectives of two threads must not mix: another has its own group."""
+RankGroup = dist.ProcessGroup | None
+"""None: the group of the main thread. Another thread has its own group, because collectives of two
+threads must not mix."""
 
 
-def host_group() -> Group:
+def host_group() -> RankGroup:
     """A group for another thread; every rank calls this at the same point."""
-    return cast(Group, dist.new_group(backend="gloo", timeout=TIMEOUT)) if several_ranks() else None
+    return (
+        cast(RankGroup, dist.new_group(backend="gloo", timeout=_limit)) if several_ranks() else None
+    )
 
 
-def gather(value: Any, group: Group = None) -> list[Any]:
+def gather(value: Any, group: RankGroup = None) -> list[Any]:
     """Every rank's value on all of them, in order of rank. Travels as JSON."""
     if not several_ranks():
         return [value]
@@ -123,13 +145,13 @@ def gather(value: Any, group: Group = None) -> list[Any]:
     return [json.loads(column[:length].numpy().tobytes()) for column, length in pairs]
 
 
-def on_main(action: Callable[[], object], group: Group = None) -> None:
+def on_main(action: Callable[[], object], group: RankGroup = None) -> None:
     """Rank 0 acts and the others wait; all raise if it fails: ``WeightsError`` for an error of the
-    disk, so that all try again or none does."""
+    disk, so either all ranks try again or none."""
     on_all(action if rank() == 0 else lambda: None, group)
 
 
-def on_all(action: Callable[[], object], group: Group = None) -> None:
+def on_all(action: Callable[[], object], group: RankGroup = None) -> None:
     """Every rank acts, without collectives; all raise if one fails, like ``on_main``."""
     error = None
     try:
@@ -186,9 +208,9 @@ def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device).contiguous() if rank() == 0 else tensor
 
 
-def _agree(error: Exception | None, group: Group = None) -> None:
+def _agree(error: Exception | None, group: RankGroup = None) -> None:
     """Raise on every rank if one has an error: its own, or that of the first other rank. An error
-    that a retry does not fix goes before one of a disk."""
+    that a retry cannot fix takes precedence over a disk error."""
     of_disk = isinstance(error, (OSError, WeightsError))
     gathered = gather(None if error is None else [of_disk, str(error)], group)
     errors = [(number, *each) for number, each in enumerate(gathered) if each is not None]
@@ -197,6 +219,49 @@ def _agree(error: Exception | None, group: Group = None) -> None:
         raise error
     for number, may_retry, text in lasting or errors:
         raise (WeightsError if may_retry else RuntimeError)(f"rank {number}: {text}")
+
+
+def exchange(
+    rows: Tensor,
+    group: RankGroup,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> Tensor:
+    """Rows to the ranks of a group, and theirs to this one, with the same way back for gradients.
+    Every rank of the group calls this.
+
+    ``sent``, ``received``: how many rows go to each rank and come from it, in order of rank. None:
+    equally many.
+    """
+    apply: Any = _Exchange.apply
+    arrived: Tensor = apply(rows, group, sent, received)
+    return arrived
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: RankGroup, sent: Any, received: Any) -> Tensor:
+        ctx.way_back = group, received, sent
+        return _exchanged(rows, group, sent=sent, received=received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, sent, received = ctx.way_back
+        return _exchanged(grad, group, sent=sent, received=received), None, None, None
+
+
+def _exchanged(rows: Tensor, group: RankGroup, sent: Any, received: Any) -> Tensor:
+    num_rows = len(rows) if received is None else sum(received)
+    arrived = rows.new_empty(num_rows, *rows.shape[1:])
+    dist.all_to_all_single(
+        arrived,
+        rows.contiguous(),
+        output_split_sizes=received,
+        input_split_sizes=sent,
+        group=group,
+    )
+    return arrived
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -218,13 +283,17 @@ def shard(
     half: bool = False,
     exact: Sequence[nn.Module] = (),
     tuned: bool = False,
+    experts: Sequence[nn.Module] = (),
+    reduces_in: torch.dtype = torch.float32,
 ) -> None:
     """Leave each rank its part of ``root``: one unit per module of a class named in ``blocks``, one
     for the rest. ``home``: where it lies until it is moved to ``device``. Values are copied there
     from the host, or read from files.
 
     ``half``: all but the modules ``exact`` compute in bfloat16. ``tuned``: what is frozen is not
-    published, so it is kept in bfloat16 as well.
+    published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have a row per
+    expert, and are never gathered. ``reduces_in``: ranks sum gradients in this type, those of
+    ``exact`` in float32, without the units within.
 
     Raises ``ConfigError`` if nothing is a block.
     """
@@ -240,8 +309,8 @@ def shard(
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # else ten minutes, with NCCL
-        set_timeout(TIMEOUT, group)
+    for group in mesh.get_all_groups():  # otherwise ten minutes, with NCCL
+        set_timeout(_limit, group)
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # several of a tied one
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -250,10 +319,15 @@ def shard(
 
     for value, where in places.items():
         _put(where, value.detach().to("meta"), value)
+    resident = {weight for module in experts for weight in module.parameters()}
+    ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=torch.float32 if module in exact else reduces_in,
+        )
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, **ignored)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
@@ -261,9 +335,34 @@ def shard(
         value, where = places.popitem()
         (module, name), *_ = where
         dtype = torch.bfloat16 if half and tuned and not value.requires_grad else None
-        part = torch.empty_like(module.get_parameter(name), device=home or device, dtype=dtype)
+        weight = module.get_parameter(name)
+        if weight in resident:
+            part = _resident(weight, mesh, home or device)
+        else:
+            part = torch.empty_like(weight, device=home or device, dtype=dtype)
         fill(part, value)
         _put(where, part, value)
+
+
+def _resident(weight: Tensor, mesh: Any, device: torch.device) -> Tensor:
+    """Memory for this rank's experts of a weight [E, ...], as FSDP would lay them out."""
+    num_ranks = mesh.shape[-1]
+    shape = (len(weight) // num_ranks, *weight.shape[1:])
+    local = torch.empty(shape, dtype=weight.dtype, device=device)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)
+    return part
+
+
+def sum_over_replicas(gradients: Iterable[Tensor | None], dtype: torch.dtype) -> None:
+    """Add up the gradients of experts over the replicas, in place, and in ``dtype``: FSDP does it
+    for the others. Every rank calls this, with as many gradients."""
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 1:
+            local = gradient.to_local()
+            rounded = local.to(dtype)  # the same tensor, if it has the type
+            dist.all_reduce(rounded, group=gradient.device_mesh.get_group(0))
+            local.copy_(rounded)
 
 
 def _put(where: list[tuple[nn.Module, str]], value: Tensor, like: nn.Parameter) -> None:

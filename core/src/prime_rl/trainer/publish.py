@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 
+Held = Literal["files", "copies", "memory"]
+"""Where the newest version is. ``files``: written. ``copies``: copies of the weights, which a
+thread writes. ``memory``: in the trainer's, until the engines have it by the transport."""
+
+
 class Broadcaster:
     """Brings each version to the engines: by ``sender``, or as files without one."""
 
@@ -63,8 +68,11 @@ class Broadcaster:
         sender: WeightSender | None,
         status: Status,
         announced: Callable[[int], None] = lambda version: None,
+        *,
+        is_read: bool = True,
     ) -> None:
-        """``announced`` is called on rank 0, perhaps in another thread."""
+        """``announced`` is called on rank 0, perhaps in another thread. ``is_read``: an engine
+        loads the versions; else files are written for checkpoints, at the end, and on request."""
         self._model = model
         self._publisher = publisher
         self._status = status
@@ -74,39 +82,46 @@ class Broadcaster:
         """The newest version that this process has announced; -1: none yet."""
         self._writer: FileWriter | None = None
         """Writes files while the trainer takes its next step; None where a transport sends."""
-        if sender is None:
+        self._as_files = sender is None and is_read
+        if self._as_files:
             self._writer = FileWriter(model, publisher, self._is_there)
-        self._copied = False
         self._version = -1
-        self._waits = False
+        self._held: Held = "files"
 
     def prepare(self, version: int, *, exact: bool, last: bool) -> None:
         """Before a version is announced. ``exact``: a checkpoint will keep its files, unrounded.
         ``last``: no engine will load it. A version that is written is not sent."""
-        files_only = exact or last or self._sender is None
+        files_only = exact or last or self._as_files
         # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
         # in different collectives.
-        self._waits = not (files_only or _from_main(self._files_wanted()))
+        sends = not (files_only or _from_main(self._files_wanted()))
         self._version = version
-        may_copy = files_only and not (exact or last)
-        self._copied = may_copy and self._writer is not None and self._writer.copy()
-        if self._waits:
+        if sends:
+            self._held = "memory"
             self._check_values()  # here, where a colocated trainer still has the device
             mark = partial(parallel.on_main, self._mark)
             retry(mark, f"publish weights version {version}", self._status)
-        elif not self._copied:
-            self._write_files(exact)
+            return
+
+        may_copy = not (exact or last)
+        if may_copy and self._writer is not None and self._writer.copy():
+            self._held = "copies"
+            return
+        self._held = "files"
+        self._write_files(exact)
 
     def size(self, version: int) -> float:
         """MiB that one engine has to read or receive; 0 if this rank does not know."""
-        if not (self._waits or self._copied):
+        if self._held == "files":
             return self._publisher.size(version)
+        if self._sender is None and not self._as_files:
+            return 0.0
         return sum(num_bytes(info) for info in self._header()) / 2**20
 
     def announce(self, last: bool) -> float:
         """Once its metrics are written: have engines load it, unless it is the ``last``; the
         seconds until they have the version, or can read it."""
-        if self._copied and self._writer is not None:
+        if self._held == "copies" and self._writer is not None:
             self._writer.submit(self._version)
             return 0.0
         if parallel.rank() == 0:
@@ -121,7 +136,7 @@ class Broadcaster:
         start = time.perf_counter()
         version = self._version
         sender = self._sender
-        if not self._waits or sender is None:
+        if self._held != "memory" or sender is None:
             return 0.0
         text = f"engines (to take weights version {version})"
         facts = Facts(waits_for="engines")
@@ -136,7 +151,7 @@ class Broadcaster:
     def settle(self, *, exact: bool) -> Path:
         """The version announced last is the run's last: the folder with its files, written if they
         are missing, or rounded and wanted ``exact``."""
-        if self._waits or (exact and self._publisher.dtype is not None):
+        if self._held == "memory" or (exact and self._publisher.dtype is not None):
             self._write_files(exact)
         if self._writer is not None:
             self._writer.wait()
@@ -147,7 +162,8 @@ class Broadcaster:
         written if an engine wants them, which takes all ranks."""
         if self._writer is not None:
             self._writer.check()
-        if self._sender is None or self._version < 0:
+        # Files are there by themselves; before the first version an engine has nothing to ask for.
+        if self._as_files or self._version < 0:
             return batch
         wanted = parallel.rank() == 0 and self._files_wanted()
         answers = parallel.gather([batch, wanted])
@@ -175,7 +191,7 @@ class Broadcaster:
 
     def _check_values(self) -> None:
         """Raises ``RunError`` for weights that are not finite. Engines check files before they load
-        them. Those that take tensors one by one cannot."""
+        them. Methods that take tensors one by one cannot."""
         tensors = published_tensors(self._model).values()
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
@@ -203,7 +219,11 @@ class Broadcaster:
         pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
 
         def send(stream: Iterator[Tensor]) -> None:
-            cut = (p.of(each) for each, (_, own) in zip(stream, pieces, strict=True) for p in own)
+            cut = (
+                piece.of(tensor)
+                for tensor, (_, pieces_of_tensor) in zip(stream, pieces, strict=True)
+                for piece in pieces_of_tensor
+            )
             sender.send(order, self._header(), cut)
 
         self._status.report("broadcasting weights", step=version)

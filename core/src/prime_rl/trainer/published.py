@@ -1,4 +1,4 @@
-"""Versions of the weights as files, and what of the model is published in them.
+"""Versions of the weights as files, and the parts of the model that they contain.
 
     <run>/broadcasts/step_3/model.safetensors   written beside, then renamed: whole or not there
     <run>/broadcasts/step_3/STABLE               last of all: engines may load version 3
@@ -60,7 +60,7 @@ class Publisher:
     def __init__(
         self, directory: Path, keep: int, dtype: Literal["float32", "bfloat16"] = "float32"
     ) -> None:
-        """``dtype``: of the published weights (``trainer.publish_dtype``)."""
+        """``dtype``: that of the published weights (``trainer.publish_dtype``)."""
         self.directory = directory
         self.keep = keep
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else None
@@ -76,7 +76,7 @@ class Publisher:
         self.fill(version, lambda folder: save(model, folder, dtype, flush=exact))
 
     def fill(
-        self, version: int, write: Callable[[Path], None], group: parallel.Group = None
+        self, version: int, write: Callable[[Path], None], group: parallel.RankGroup = None
     ) -> None:
         """``write`` the version's files into a folder; every rank calls this, for one ``group``."""
         unfinished = self.directory / f".step_{version}"
@@ -87,7 +87,7 @@ class Publisher:
             parallel.on_main(partial(_put, unfinished, final), group)
 
     def size(self, version: int) -> float:
-        """Of a version that is written, in MiB; 0 if this machine does not see it."""
+        """MiB of a written version; 0 if this machine does not see it."""
         return sum(file.stat().st_size for file in self.path(version).glob("*")) / 2**20
 
     def announce(self, version: int) -> None:
@@ -142,8 +142,8 @@ def save(
     name, metadata = (tuning.weights_file, tuning.metadata()) if tuning else (WEIGHTS, {})
     dtypes = published_dtypes(model, tensors, dtype)
     pieces = published_pieces(model, tensors)
-    layout = lay_out(tensors, dtypes, metadata, pieces)
-    write_shared(directory / name, layout, tensors, flush)
+    layout = lay_out(tensors, dtypes, metadata=metadata, pieces=pieces)
+    write_shared(directory / name, layout, tensors=tensors, flush=flush)
     if tuning is not None:
         parallel.on_main(partial(tuning.write_config, directory))
 

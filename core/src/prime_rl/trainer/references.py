@@ -1,12 +1,13 @@
 """Earlier weights of the policy, for losses that compare with them.
 
-    initial_logprobs   under w_0, the weights of ``model.name``
+    initial_logprobs   under w_k: w_0, the weights of ``model.name``; with ``reference_reset`` of
+                       the last batch k that its interval divides
     ema_logprobs       under e_n = decay * e_(n-1) + (1 - decay) * w_n after batch n; e_0 = w_0
 
 For a forward pass the kept weights change places with the policy's, one tensor at a time. So the
 pass has the policy's shards, precision and attention, and one kept copy is all it costs. Only
 weights that train are kept; of an adapter's first weights none are, because it can be switched off
-(``Tuning.initial``).
+(``Tuning.initial``). After a reset they are kept, and are a part of checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REFERENCES = ("initial_logprobs", "ema_logprobs")
 
 
 class References:
-    """The kept weights by name, sharded as the policy's are."""
+    """The kept weights by name, sharded like the policy's."""
 
     def __init__(
         self, model: PreTrainedModel, config: TrainerConfig, folder: Path | None, on_host: bool
@@ -46,6 +47,22 @@ class References:
         self._initial: dict[str, Tensor] = {}
         self.average = {} if config.ema_decay is None else self._copies(self._trained)
         """Part of a checkpoint. Empty without ``trainer.ema_decay``."""
+        self.version = 0
+        """Version of the weights that ``initial_logprobs`` are of."""
+
+    @property
+    def replaced(self) -> dict[str, Tensor]:
+        """The weights of the last reset. Part of a checkpoint. Empty without one."""
+        return self._initial if self.version else {}
+
+    @torch.no_grad()
+    def reset(self, version: int) -> None:
+        """From now on ``initial_logprobs`` are of the present weights, those of ``version``."""
+        if not self._initial:
+            self._initial = self._copies(self._trained)
+        for name, kept in self._initial.items():
+            _local(kept).copy_(_local(self._trained[name]))
+        self.version = version
 
     @torch.no_grad()
     def batch_trained(self) -> None:
@@ -61,7 +78,8 @@ class References:
         that the run does not have."""
         of_first = column == "initial_logprobs"
         tuning = getattr(self._model, "prime_rl_tuning", None)
-        if of_first and tuning and (switched_off := tuning.initial(self._model)):
+        of_model = of_first and not self.version
+        if of_model and tuning and (switched_off := tuning.initial(self._model)):
             with switched_off:
                 yield
             return
@@ -82,27 +100,27 @@ class References:
         for name, each in kept.items():
             weights = _local(self._trained[name])
             other = _local(each)
-            own = weights.clone()
+            current = weights.clone()
             weights.copy_(other)
-            other.copy_(own)
+            other.copy_(current)
 
     def _load(self) -> dict[str, Tensor]:
         """The first weights; every rank reads them and keeps its shards."""
         folder = self._folder
-        found = {}
+        loaded = {}
         if folder is not None:
-            found = dict(load_model(folder, self._config, on_host=True).named_parameters())
-        lacks = [name for name in self._trained if name not in found]
+            loaded = dict(load_model(folder, self._config, on_host=True).named_parameters())
+        lacks = [name for name in self._trained if name not in loaded]
         if lacks:
             raise ConfigError(
                 f"a loss reads initial_logprobs, and {folder} lacks {len(lacks)} of the weights "
                 f"that train, first {lacks[0]!r}. Their tuning must implement initial."
             )
 
-        return self._copies(found)
+        return self._copies(loaded)
 
     def _copies(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the trained weights, in their shards; ``values`` may be whole."""
+        """Copies of the trained weights, sharded as these are; ``values`` may be whole."""
         copies = {}
         for name, like in self._trained.items():
             copies[name] = torch.empty_like(like, device=HOST if self._on_host else like.device)

@@ -3,6 +3,7 @@ losses read. ``update.py`` changes it, ``checkpoint.py`` saves and restores it."
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError
+from prime_rl.plugins.loss import Head, Loss
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import Hooks
@@ -26,8 +28,11 @@ from prime_rl.trainer.optim import build_optimizer, make_schedule
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.references import References
-from prime_rl.trainer.self_check import find_packing
+from prime_rl.trainer.routes import Replay, check_routes
+from prime_rl.trainer.self_check import find_compiled_fault, find_packing
 from prime_rl.wire.micro_batch import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,6 +54,8 @@ class TrainerState:
     """Makes the optimizer. None: ``config.optim`` must select core's own."""
     publishes_average: bool = False
     """An engine serves the moving average of the weights."""
+    publishes_reference: bool = False
+    """An engine serves the weights of ``initial_logprobs``."""
 
     def __post_init__(self) -> None:
         self.device = self.model.device
@@ -56,23 +63,35 @@ class TrainerState:
             self.device = choose_device(self.config.device, Rank.of_process())
         home = HOST if self.colocated else self.device
         heads = [self.losses.heads[name] for name in self.config.heads]
-        self.policy = make_policy(self.model, self.device, self.config, heads, self.kernel, home)
+        self.policy = make_policy(
+            self.model, self.device, config=self.config, heads=heads, kernel=self.kernel, home=home
+        )
         self.dtype = compute_dtype(self.config.dtype, self.device)
         self.half = self.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
+        self.replay: Replay | None = None
+        """The replay of the last forward pass. None: the routers decided by themselves."""
         optim = self.config.optim
         maker = self.maker or make_optimizer(optim, Hooks())
-        self.optimizer = build_optimizer(maker, self.model, optim.lr, optim.weight_decay)
+        self.weighing = maker if maker.weighs_envs else None
+        """The maker, if it weighs the gradients of the envs."""
+        self.optimizer = build_optimizer(
+            maker, self.model, lr=optim.lr, weight_decay=optim.weight_decay
+        )
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]
         scheduler = self.config.scheduler.fitted(self.max_steps)
         self.learning_rate = make_schedule(scheduler, optim.lr, self.max_steps)
-        self.references = References(self.model, self.config, self.initial, self.colocated)
-        self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
+        self.references = References(
+            self.model, self.config, folder=self.initial, on_host=self.colocated
+        )
+        self.memory = Offload(
+            self.policy, self.optimizers, device=self.device, enabled=self.colocated
+        )
         self.checked = False
-        if not self.colocated:  # else it does not hold the device yet
+        if not self.colocated:  # otherwise it does not hold the device yet
             self.self_check()
 
     def self_check(self) -> None:
@@ -80,11 +99,35 @@ class TrainerState:
         train it."""
         if not self.checked:
             # Blocks are compiled for the rows of the run, not for those of the check.
-            plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
+            plain = torch.compiler.set_stance("force_eager") if self.policy.compiled else None
             with plain or nullcontext():
                 packings = self.policy.packings(self.device)
                 find_packing(self.policy, packings, self.device, half=self.half)
+            if self.policy.compiled and self.config.compile == "auto":
+                self._check_compiled()
             self.checked = True
+
+    def stateful(self) -> dict[str, Loss | Head]:
+        """The losses and heads of the run, whose state a checkpoint keeps, by component or head. A
+        loss is one of them as soon as a batch has read it, on every rank."""
+        owners: dict[str, Loss | Head] = {}
+        for name, component in self.losses.made.items():
+            key = f"rl.{component.cls.name}" if name == "rl" else name
+            owners[key] = component.loss
+        for name, head in self.losses.heads.items():
+            owners[f"heads.{name}"] = head
+        return owners
+
+    def _check_compiled(self) -> None:
+        """Compute blocks as they are if the compiler changes or refuses them."""
+        fault = find_compiled_fault(self.policy, self.device, half=self.half)
+        if fault:
+            logger.warning(
+                "trainer.compile = 'auto': blocks are not compiled, which is slower: %s", fault
+            )
+            self.policy.prepare_blocks(self.config, self.device, compiled=False)
+        else:
+            logger.info("decoder blocks are compiled (trainer.compile)")
 
     def row(self, micro_batch: MicroBatch) -> PackedRow:
         """The micro batch on the device. Raises ``StreamError`` for tokens that the model does not
@@ -97,20 +140,33 @@ class TrainerState:
                 f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
                 f"to {size - 1}, the policy's vocabulary. Use the policy's tokenizer."
             )
-        return make_row(micro_batch, self.device, self.policy.packing)
+        read = [head for name, head in self.losses.heads.items() if name in self.policy.read]
+        with_ends = any(head.reads_ends for head in read)
+        if self.policy.mixtures:
+            check_routes(micro_batch, self.policy.mixtures[0].num_experts)
+        return make_row(
+            micro_batch,
+            self.device,
+            self.policy.packing,
+            with_ends=with_ends,
+            with_routes=self.config.router_replay,
+        )
 
     def forward(
-        self, micro_batch: MicroBatch
+        self, micro_batch: MicroBatch, with_replay: bool = True
     ) -> tuple[PackedRow, Tensor, Tensor, dict[str, Tensor]]:
         """The row, and [T] of its tokens: logprobs and entropies in ``trainer.dtype``; and what
-        losses of the batch read besides: the outputs of heads, and ``top_logprobs`` [T, k]."""
+        losses of the batch read besides: the outputs of heads, and ``top_logprobs`` [T, k].
+        ``with_replay``: by the experts of the sampler where the row has them
+        (``trainer.router_replay``); ``self.replay`` then tells of the pass."""
         row = self.row(micro_batch)
+        self.replay = self.policy.replay(row) if with_replay else None
         # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
         # other ranks' shards included.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         ):
-            logprobs, entropies, computed = self.policy(row)
+            logprobs, entropies, computed = self.policy(row, self.replay)
 
         if logprobs.dim() == 2:
             computed["top_logprobs"] = logprobs[:, 1:]

@@ -39,11 +39,11 @@ class FileLayout:
     slots: Mapping[str, tuple[torch.dtype, int]]
     """Type of each tensor, and where it begins, in bytes from the header's end."""
     size: int
-    """Of the whole file, in bytes."""
+    """Bytes of the whole file."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A run of a tensor's elements, in row-major order."""
 
     values: Tensor
@@ -52,7 +52,7 @@ class Part:
     """How many come before them."""
 
 
-def own_part(tensor: Tensor) -> Part | None:
+def own_part(tensor: Tensor) -> TensorPart | None:
     """The part of the whole that this rank writes: every element is in one rank's part. Rank 0
     writes a tensor that all hold; replicas of a shard divide it among themselves.
 
@@ -61,7 +61,7 @@ def own_part(tensor: Tensor) -> Part | None:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         values = tensor.reshape(-1)
-        return Part(values if parallel.rank() == 0 else values[:0], 0)
+        return TensorPart(values if parallel.rank() == 0 else values[:0], 0)
 
     placements = tensor.placements
     mesh = tensor.device_mesh
@@ -69,6 +69,7 @@ def own_part(tensor: Tensor) -> Part | None:
     by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
     if not by_rows or mesh.size() != parallel.num_ranks():
         return None
+
     rows = max((1, *tensor.shape[:1]))
     values = tensor.to_local().reshape(-1)
     start = parallel.first_row(tensor) * (tensor.numel() // rows)
@@ -80,8 +81,9 @@ def own_part(tensor: Tensor) -> Part | None:
             replica = replica * size + index
             replicas = replicas * size
 
-    first, last = (len(values) * n // replicas for n in (replica, replica + 1))
-    return Part(values[first:last], start + first)
+    first = len(values) * replica // replicas
+    last = len(values) * (replica + 1) // replicas
+    return TensorPart(values[first:last], start + first)
 
 
 def lay_out(
@@ -98,15 +100,17 @@ def lay_out(
     end = 0
     for name, tensor in like.items():
         dtype = (dtypes or {}).get(name, tensor.dtype)
-        start, end = end, end + tensor.numel() * dtype.itemsize
-        slots[name] = (dtype, start)
+        slots[name] = (dtype, end)
+        end += tensor.numel() * dtype.itemsize
 
-    stop = 0
+    start = 0
     for info in header_of(like, dtypes or {}, pieces):
-        start, stop = stop, stop + num_bytes(info)
+        stop = start + num_bytes(info)
         entry = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, stop]}
         table[info.name] = entry
+        start = stop
 
+    # The tensors begin at a multiple of 8 bytes.
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -127,11 +131,18 @@ def write_shared(
     mark = parallel.gather(secrets.token_hex(8))[0]
     unfinished = path.with_name(f".{mark}")
     parallel.on_main(partial(begin_file, unfinished, layout))
-    shared = all(parallel.gather(_is_there(unfinished, layout.size)))
-    parts = {n: own_part(tensor) if shared else None for n, tensor in tensors.items()}
-    own = {name: part for name, part in parts.items() if part is not None}
-    parallel.on_all(partial(write_parts, unfinished, layout, own, flush))
-    gathered = {name: tensors[name] for name, part in parts.items() if part is None}
+    all_see_it = all(parallel.gather(_is_there(unfinished, layout.size)))
+
+    parts = {}
+    gathered = {}
+    for name, tensor in tensors.items():
+        part = own_part(tensor) if all_see_it else None
+        if part is None:
+            gathered[name] = tensor
+        else:
+            parts[name] = part
+
+    parallel.on_all(partial(write_parts, unfinished, layout, parts, flush))
     if gathered:
         parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
     parallel.on_main(partial(unfinished.rename, path))
@@ -143,13 +154,13 @@ def write_stream(
     stream: Iterator[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file tensor by tensor, of which one is in memory at a time; for one rank.
+    """Write a file tensor by tensor, with one tensor in memory at a time; for one rank.
 
     ``like`` has names, shapes and types in the order in which ``stream`` yields the values.
     """
     layout = lay_out(like, metadata=metadata)
     begin_file(path, layout)
-    _write_whole(path, layout, list(like), stream)
+    _write_whole(path, layout, names=list(like), stream=stream)
 
 
 def begin_file(path: Path, layout: FileLayout) -> None:
@@ -167,11 +178,13 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, Part], flush: bool) -> None:
+def write_parts(
+    path: Path, layout: FileLayout, parts: Mapping[str, TensorPart], flush: bool
+) -> None:
     """This rank's parts, into a file that rank 0 has begun. Raises ``OSError``."""
     with _opened(path) as file:
         for name, part in parts.items():
-            _put(file, layout, name, part)
+            _put(file, layout, name=name, part=part)
         rank = Rank.of_process()
         if flush and rank.number != rank.local:  # not on rank 0's machine: numbers go by machine
             os.fsync(file)
@@ -182,7 +195,7 @@ def _write_whole(
 ) -> None:
     with _opened(path) as file:
         for name, tensor in zip(names, stream, strict=True):
-            _put(file, layout, name, Part(tensor.reshape(-1), 0))
+            _put(file, layout, name=name, part=TensorPart(tensor.reshape(-1), 0))
 
 
 @contextmanager
@@ -196,7 +209,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _put(file: int, layout: FileLayout, name: str, part: Part) -> None:
+def _put(file: int, layout: FileLayout, name: str, part: TensorPart) -> None:
     """Rounded to nearest, ties to even, as an engine that loads the float32 values rounds them."""
     dtype, start = layout.slots[name]
     offset = len(layout.header) + start + part.start * dtype.itemsize

@@ -5,21 +5,22 @@ files' headers -> model on the meta device -> tuning -> shards -> memory for the
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.rundir.rows import read_table
 from prime_rl.weights.tensors import Piece, pieces_of
 
 
 class Unread(nn.Parameter):
-    """A parameter without values, and the pieces of it that files have."""
+    """A parameter without values, and the pieces of it that are in files."""
 
     pieces: list[tuple[Path, Piece]]
 
@@ -28,8 +29,8 @@ class Unread(nn.Parameter):
         return copy
 
     def read_from_files(self, into: Tensor, start: int) -> None:
-        """Elements from number ``start`` on, in row-major order. Of a file, only their pages are
-        read."""
+        """Elements from number ``start`` on, in row-major order. Only the pages of the file that
+        hold them are read."""
         end = start + len(into)
         for path, piece in self.pieces:
             first = max(start, piece.start)
@@ -65,15 +66,15 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     places = {name: path for path in weight_files(folder) for name in opened(path).keys()}  # noqa: SIM118 - not a dict
     tensors = model.state_dict(keep_vars=True)
-    found: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in tensors}
+    pieces: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in tensors}
     shared = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for piece in pieces_of(model, {name: tensors[name] for name in shared.values()}):
         path = places.get(piece.name)
         if path is None or opened(path).get_slice(piece.name).get_shape() != list(piece.shape):
             return None
-        found[piece.source].append((path, piece))
+        pieces[piece.source].append((path, piece))
 
-    made = {key: of_files(tensors[name], found[name]) for key, name in shared.items()}
+    made = {key: of_files(tensors[name], pieces[name]) for key, name in shared.items()}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None:
@@ -86,16 +87,21 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
         vars(each)["_is_hf_initialized"] = True
     model.initialize_weights()  # buffers that no file has
     for name, buffer in model.named_buffers():
-        if found.get(name):
+        if pieces.get(name):
             made[id(tensors[name])].read_from_files(buffer.view(-1), 0)
 
     return model
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """The file of each tensor."""
 
 
 def weight_files(folder: Path) -> list[Path]:
     """A model folder's safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        return sorted({folder / name for name in names.values()})
+        table: _Index = read_table(index, _Index)
+        return sorted({folder / name for name in table.weight_map.values()})
     return sorted(folder.glob("model.safetensors"))

@@ -29,7 +29,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Piece(NamedTuple):
-    """A run of a model tensor's elements that is a tensor of its own in the model's files."""
+    """Consecutive elements of a model's tensor that are a tensor of their own in its files."""
 
     name: str
     source: str
@@ -46,7 +46,9 @@ class Piece(NamedTuple):
 
 def whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Each tensor in one piece."""
-    return [Piece(name, name, 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [
+        Piece(name, name, start=0, shape=tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
 
 
 def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
@@ -55,7 +57,7 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
     whose files hold it in another order stays whole."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Converted are the numbers of elements, two for each row: rows stay as they are.
+    # Only the numbers of elements are converted, two for each row. The rows do not change.
     ends = [0]
     numbers = {}
     for name, tensor in tensors.items():
@@ -63,23 +65,28 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         ends.append(ends[-1] + math.prod(shape))
         numbers[name] = torch.arange(*ends[-2:], dtype=torch.int32).view(shape)
 
-    found: list[list[Piece]] = [[] for _ in tensors]
+    pieces: list[list[Piece]] = [[] for _ in tensors]
     sources = whole(tensors)
     with suppress(ValueError, RuntimeError):  # a conversion that needs whole rows
         for name, values in revert_weight_conversion(model, numbers).items():
             flat = values.flatten()
-            place = bisect(ends, first := int(flat[0])) - 1
+            first = int(flat[0])
+            place = bisect(ends, first) - 1
             if flat.equal(torch.arange(first, first + len(flat), dtype=torch.int32)):
                 source = sources[place].source
                 width = sources[place].shape[-1:]
                 start = (first - ends[place]) // 2 * math.prod(width)
-                found[place].append(Piece(name, source, start, (*values.shape[:-1], *width)))
+                pieces[place].append(
+                    Piece(name, source, start=start, shape=(*values.shape[:-1], *width))
+                )
 
-    for each, own in zip(sources, found, strict=True):
-        if sum(math.prod(piece.shape) for piece in own) != math.prod(each.shape):
-            own[:] = [each]
+    for each, of_source in zip(sources, pieces, strict=True):
+        if sum(math.prod(piece.shape) for piece in of_source) != math.prod(each.shape):
+            of_source[:] = [each]
 
-    return [piece for own in found for piece in sorted(own, key=lambda piece: piece.start)]
+    return [
+        piece for of_source in pieces for piece in sorted(of_source, key=lambda piece: piece.start)
+    ]
 
 
 def header_of(
@@ -88,7 +95,7 @@ def header_of(
     pieces: Sequence[Piece] | None = None,
 ) -> Header:
     """The header of whole tensors or shards; ``rounded``: types of those sent in another type;
-    ``pieces``: of all of them (None: each is whole)."""
+    ``pieces``: those of all of them (None: each is whole)."""
     dtypes = {name: NAMES[rounded.get(name, each.dtype)] for name, each in tensors.items()}
     pieces = whole(tensors) if pieces is None else pieces
     return [TensorInfo(each.name, dtypes[each.source], list(each.shape)) for each in pieces]

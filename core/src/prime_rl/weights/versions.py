@@ -23,6 +23,8 @@ FILES_WANTED = "FILES_WANTED"
 """Marker file in ``broadcasts``: asks the trainer to write the current version as files."""
 AVERAGES = "averages"
 """Folder beside ``broadcasts``: the average of the weights at each version, for an engine."""
+REFERENCES = "references"
+"""Another one: the weights of each version that became the reference, for an engine."""
 
 POLL_SECONDS = 0.02
 

@@ -8,7 +8,8 @@ A frame holds one rank's micro batches of one optimizer step::
 Columns are raw little-endian buffers, 8-byte aligned, that the receiver maps without a Python
 object per token. An rl batch has four bytes of token id, four of logprob, four of advantage and
 one bit of mask: 12.125 bytes per token, plus ten bytes per sequence. A further stream is a column
-called ``name:dtype``, and ``name:dtype*`` if it has several values per token.
+called ``name:dtype``, and ``name:dtype*`` if it has several values per token; ``name:dtype*k`` if
+these are rows of k.
 
 Shapes: T = tokens of the row, S = its sequences.
 """
@@ -41,7 +42,11 @@ _DTYPES: dict[str, str] = {
 }
 
 
-@dataclass(slots=True, eq=False)
+MEASURED = -1
+"""Number of the minibatch whose loss is measured after the step, without training it."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class MicroBatch:
     """Sequences end to end: each attends only within itself, and positions restart."""
 
@@ -69,9 +74,10 @@ class MicroBatch:
     group_ids: IntColumn | None = None
     """[S] the same for groups."""
     streams: dict[str, StreamColumn] = field(default_factory=dict)
-    """[T] or [T, k] each: further streams by name."""
+    """[T] or [T, k] each: further streams by name; ``ROUTES``: [T, layers, k]."""
     minibatch: int = 0
-    """The part of the batch that it belongs to; the trainer takes an optimizer step on each."""
+    """The part of the batch that it belongs to; the trainer takes an optimizer step on each, and
+    none on ``MEASURED``."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -138,7 +144,7 @@ class _Header(msgspec.Struct, array_like=True):
     step: int
     rows: list[_Row]
     minibatches: list[int] = []
-    """Of each row; left out if all are 0."""
+    """The optimizer step of each row; left out if all are 0."""
 
 
 def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
@@ -158,9 +164,11 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
         num_sequences = micro_batch.num_sequences
         rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
 
+    # Left out by default, so that the bytes of a run without minibatches are those of before.
     numbers = [micro_batch.minibatch for micro_batch in micro_batches]
     header = msgspec.msgpack.encode([step, rows, numbers] if any(numbers) else [step, rows])
     parts = [_PREFIX.pack(MAGIC, WIRE_VERSION, len(header)), header]
+    # Columns begin at multiples of the alignment, so that the reader can map them without a copy.
     parts.append(_padding(_PREFIX.size + len(header)))
     for buffer in buffers:
         parts += [buffer, _padding(len(buffer))]
@@ -172,11 +180,16 @@ def _wire_columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[An
     for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
         column = getattr(micro_batch, name)
         if column is not None:
+            # The mask goes as bits, an eighth of its bytes.
             is_mask = name == "loss_mask"
             yield name, np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
     for name, column in micro_batch.streams.items():
         dtype = "<f4" if column.dtype.kind == "f" else "<i4"
-        yield f"{name}:{dtype}{'*' if column.ndim == 2 else ''}", np.asarray(column, dtype)
+        rows = "*" if column.ndim == 2 else ""
+        if column.dtype.kind == "u":
+            dtype = column.dtype.newbyteorder("<").str
+            rows = f"*{column.shape[2]}"
+        yield f"{name}:{dtype}{rows}", np.asarray(column, dtype)
 
 
 def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
@@ -194,7 +207,7 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
         )
 
     for row, number in zip(header.rows, numbers, strict=True):
-        found: dict[str, Any] = {"minibatch": number}
+        fields: dict[str, Any] = {"minibatch": number}
         for column in row.columns:
             end = offset + column.num_bytes
             if end > len(view):
@@ -202,11 +215,12 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
                     f"micro batch frame is truncated: column {column.name!r} ends at byte {end}, "
                     f"the frame has {len(view)}. Send it again."
                 )
-            found[column.name] = _from_bytes(column.name, view[offset:end], row)
+            fields[column.name] = _from_bytes(column.name, view[offset:end], row)
             offset = end + len(_padding(column.num_bytes))
 
-        rows.append(_build(found, row))
+        rows.append(_build(fields, row))
 
+    # Bytes that no column claims mean that the two sides count differently.
     if offset != len(view):
         raise WireError(f"micro batch frame should end at byte {offset}, it has {len(view)}")
     return header.step, rows
@@ -216,8 +230,11 @@ def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
     expected = row.num_sequences if name in _SEQUENCE_COLUMNS else row.num_tokens
     kind = name.partition(":")[2]
     dtype = _DTYPES.get(name, kind.removesuffix("*"))
+    # A stream of several values per token: their number follows from the bytes.
     if kind in ("<f4*", "<i4*") and len(data) % max(4 * expected, 1) == 0:
         return np.frombuffer(data, dtype).reshape(expected, -1 if expected else 0)
+    if kind.startswith(("|u1*", "<u2*")):
+        return _rows_of_routes(name, data, num_tokens=expected)
     if name == "loss_mask":
         needed = -(-expected // 8)
     elif dtype in ("<f4", "<i4", "<u2"):
@@ -235,10 +252,23 @@ def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype)
 
 
-def _build(found: dict[str, Any], row: _Row) -> MicroBatch:
-    streams = {n.partition(":")[0]: found.pop(n) for n in [*found] if ":" in n}
+def _rows_of_routes(name: str, data: memoryview, num_tokens: int) -> npt.NDArray[Any]:
+    """[T, layers, k]; the name ends with k."""
+    dtype, _, width = name.partition(":")[2].partition("*")
+    k = int(width) if width.isdecimal() else 0
+    size = num_tokens * k * np.dtype(dtype).itemsize
+    if not size or len(data) % size:
+        raise WireError(
+            f"micro batch frame: column {name!r} has {len(data)} bytes, expected a multiple of "
+            f"{size} for {num_tokens} tokens"
+        )
+    return np.frombuffer(data, dtype).reshape(num_tokens, -1, k)
+
+
+def _build(fields: dict[str, Any], row: _Row) -> MicroBatch:
+    streams = {n.partition(":")[0]: fields.pop(n) for n in [*fields] if ":" in n}
     try:
-        micro_batch = MicroBatch(envs=row.envs, **found, streams=streams)
+        micro_batch = MicroBatch(envs=row.envs, **fields, streams=streams)
         micro_batch.check()
     except (TypeError, StreamError) as error:
         raise WireError(f"micro batch frame does not hold a whole micro batch: {error}") from error

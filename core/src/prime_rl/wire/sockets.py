@@ -9,8 +9,8 @@ breaks, the next one asks for the frame again. An announcement that is lost dela
 ``LOOK_SECONDS``: its files are the record.
 
 Connections are encrypted (CURVE). Both ends derive the sender's key pair from the run's key, so its
-public half is a secret too: a peer without it cannot complete the handshake, neither as receiver
-nor in the sender's place, and nothing is read from it but the handshake.
+public half is a secret too. A peer without it cannot complete the handshake, neither as receiver
+nor as sender. Nothing else is read from such a peer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -32,6 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 from prime_rl import WireError
 from prime_rl.rundir.attempts import identity
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
+from prime_rl.rundir.status import last_beat
 from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ HEARTBEAT_MS = 10_000
 LINGER_MS = 1000
 """How long a receiver that closes tries to tell what it has read, or announces a version."""
 DRAIN_SECONDS = 1800.0
-"""How long a rank may take to read its last frames: it may be in a step, or write a checkpoint."""
+"""How long the trainer may give no sign of life, while a rank has frames to read at the end of the
+run: it may be in a step, or write a checkpoint."""
 LOOK_SECONDS = 1.0
 """Between two looks at the files of versions, while none is announced."""
 SHOWN_SECONDS = 0.02
@@ -53,8 +57,8 @@ STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 
 
 def wire_key() -> bytes:
-    """Of this attempt at the run, from the run's admin key. A process of an earlier attempt has
-    another one."""
+    """The key of this attempt at the run, derived from the run's admin key. A process of an earlier
+    attempt has another key."""
     of = identity(os.environ)
     text = "" if of is None else f"{of[0]}:{of[2]}"
     return hmac.digest(os.environ.get(ADMIN_KEY, "").encode(), text.encode(), "sha256")
@@ -68,14 +72,27 @@ def sender_keys() -> tuple[bytes, bytes]:
             f"({zmq.__version__}, libzmq {zmq.zmq_version()}) lacks. Install pyzmq from its wheel, "
             'or set rollout_transport.type = "filesystem".'
         )
-    secret = z85.encode(wire_key())
+    return curve_keys(wire_key())
+
+
+def curve_keys(key: bytes) -> tuple[bytes, bytes]:
+    """The public and the secret key of a CURVE server, from 32 secret bytes that both ends know."""
+    secret = z85.encode(key)
     return zmq.curve_public(secret), secret
+
+
+def know_server(socket: zmq.Socket[Any], public: bytes) -> None:
+    """Have a client encrypt, with a key pair of its own, and for the server with this key only."""
+    socket.curve_serverkey = public
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
 class FrameSender:
     """Binds one port per rank. ``send`` waits for a rank that has not connected yet."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, trainer: Path | None = None) -> None:
+        """``trainer``: its status, whose beats are signs of life; None: only that it reads."""
+        self._trainer = trainer
         self.hwm = launch.transport_hwm
         _, secret = sender_keys()
         self._context = zmq.asyncio.Context()
@@ -110,16 +127,26 @@ class FrameSender:
             await outbox.put(sealed(frame))
 
     async def drain(self) -> None:
-        """See ``Sender.drain``. Raises ``WireError`` after ``DRAIN_SECONDS``."""
+        """See ``Sender.drain``. Raises ``WireError`` after ``DRAIN_SECONDS`` without a beat of the
+        trainer and without a frame that it read."""
         for outbox in self._outboxes:
-            try:
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    await outbox.wait(0)
-            except TimeoutError:
-                raise WireError(
-                    f"the trainer has not read its last micro batches from {outbox.address} within "
-                    f"{DRAIN_SECONDS:g} s. See logs/latest/trainer.log, and go on with --resume."
-                ) from None
+            while outbox.num_unread:
+                before = (outbox.num_unread, self._last_beat())
+                try:
+                    async with asyncio.timeout(DRAIN_SECONDS):
+                        await outbox.wait(0)
+                except TimeoutError:
+                    if (outbox.num_unread, self._last_beat()) != before:
+                        continue
+                    raise WireError(
+                        "the trainer has not read its last micro batches from "
+                        f"{outbox.address}, and has given no sign of life for "
+                        f"{DRAIN_SECONDS:g} s. See logs/latest/trainer.log, and go on with "
+                        "--resume."
+                    ) from None
+
+    def _last_beat(self) -> int | None:
+        return None if self._trainer is None else last_beat(self._trainer)
 
     async def announced(self, after: int) -> None:
         await self._news.wait(after)
@@ -169,6 +196,10 @@ class Outbox:
         self._failure: Exception | None = None
         """What ended ``serve``."""
 
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
     async def put(self, frame: bytes) -> None:
         self._unread.append(frame)
         await self._answer()
@@ -179,10 +210,10 @@ class Outbox:
         async with self._read:
             await self._read.wait_for(lambda: self._failure or len(self._unread) <= unread)
         if self._failure is not None:
-            found = f"{type(self._failure).__name__}: {self._failure}"
+            cause = f"{type(self._failure).__name__}: {self._failure}"
             raise WireError(
                 f"no micro batch can be sent from {self.address}: the task that answers the "
-                f"trainer's requests ended ({found}). Go on with --resume."
+                f"trainer's requests ended ({cause}). Go on with --resume."
             ) from self._failure
 
     async def serve(self) -> None:
@@ -257,7 +288,7 @@ class FrameReceiver:
                 continue
 
             number, frame = self._socket.recv_multipart(copy=False)
-            if int(number.bytes) == self._next:  # else it came on two connections
+            if int(number.bytes) == self._next:  # otherwise it came on two connections
                 self._next += 1
                 self._ask()
                 return unsealed(frame.buffer)
@@ -271,8 +302,7 @@ class FrameReceiver:
     def _encrypted_socket(self) -> zmq.Socket[bytes]:
         """A socket with a key pair of its own, for the sender with the run's key only."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = self._sender_key
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        know_server(socket, self._sender_key)
         return socket
 
     def _ask(self) -> None:

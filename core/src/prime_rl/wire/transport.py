@@ -66,7 +66,7 @@ def make_sender(launch: Launch, run_dir: Path) -> Sender:
     _check_known(launch)
     from prime_rl.wire.sockets import FrameSender
 
-    return FrameSender(launch)
+    return FrameSender(launch, run_dir / "status" / "trainer.json")
 
 
 def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
@@ -103,13 +103,16 @@ class FileSender:
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         check_num_frames(step, frames, self.num_ranks)
+        # Without this limit, an orchestrator that is faster would fill the disk with old batches.
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
+        # Under another name until it is whole: a reader must not find half of a step.
         unfinished = self.directory / f".step_{step}"
         try:
             unfinished.mkdir(exist_ok=True)
             for rank, frame in enumerate(frames):
                 _frame_path(unfinished, rank).write_bytes(sealed(frame))
+            # A process of an earlier attempt must not send after the run has started again.
             check_current()
             unfinished.rename(self.directory / f"step_{step}")
         except OSError as error:

@@ -12,8 +12,11 @@ from prime_rl_baselines.group import DrGRPO as DrGRPO
 from prime_rl_baselines.group import GRPOStd as GRPOStd
 from prime_rl_baselines.reinforce import Reinforce as Reinforce
 from prime_rl_baselines.reinforce import ReinforceConfig as ReinforceConfig
+from prime_rl_baselines.reinforce_ada import ReinforceAda as ReinforceAda
+from prime_rl_baselines.reinforce_ada import ReinforceAdaConfig as ReinforceAdaConfig
+from prime_rl_baselines.reinforce_pp_global import ReinforcePPGlobal as ReinforcePPGlobal
 
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    return [Reinforce, RLOO, OPO, GRPOStd, DrGRPO, DAPO]
+    return [Reinforce, RLOO, OPO, GRPOStd, DrGRPO, DAPO, ReinforceAda, ReinforcePPGlobal]

@@ -27,7 +27,7 @@ COEFFICIENT = "entropy_coefficient.json"
 
 
 class AdaptiveEntropy(PluginConfig):
-    """``entropy`` of a baseline: an entropy bonus that holds the policy's entropy (He et al. 2025,
+    """``entropy`` of a baseline: an entropy bonus that adapts, to keep entropy (He et al. 2025,
     Skywork-OR1, arXiv:2505.22312).
 
         alpha_k = c_k if H_k <= target, else 0        the weight of ``entropy_bonus`` in batch k
@@ -112,7 +112,7 @@ class Baseline(Algorithm):
     def save(self, directory: Path) -> None:
         """Write the exact weight of the next batch's entropy."""
         if self.config.entropy is not None:
-            (directory / COEFFICIENT).write_text(json.dumps(self.coefficient))
+            (directory / COEFFICIENT).write_text(json.dumps(self.coefficient), "utf-8")
 
     def load(self, directory: Path) -> None:
         """Restore it. Raises ``ConfigError``."""
@@ -120,8 +120,8 @@ class Baseline(Algorithm):
             return
         path = directory / COEFFICIENT
         try:
-            self.coefficient = float(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            self.coefficient = float(json.loads(path.read_text("utf-8")))
+        except (OSError, ArithmeticError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not a weight that {self.name} saved: {error}") from error
 
 

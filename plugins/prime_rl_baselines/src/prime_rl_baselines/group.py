@@ -57,7 +57,7 @@ class OPO(Baseline):
         rewards = [rollout.reward for rollout in group]
         if at_least(min(rewards), max(rewards)):
             return [0.0] * len(group)
-        # Measured from the first reward, for the accuracy of close ones.
+        # Rewards are taken relative to the first one, which is more accurate for close rewards.
         above = [rollout.reward - group[0].reward for rollout in group]
         lengths = [rollout.num_trainable_tokens for rollout in group]
         total = sum(length * value for length, value in zip(lengths, above, strict=True))

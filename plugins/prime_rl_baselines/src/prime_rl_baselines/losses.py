@@ -19,7 +19,7 @@ from prime_rl_baselines.penalties import EntropyBonusLoss, KLToInitialLoss
 from prime_rl_clip_losses.ppo_clip import PPOClipConfig, PPOClipLoss
 
 
-class ClipConfig(PPOClipConfig):
+class GRPOClipConfig(PPOClipConfig):
     """``[trainer.losses.grpo_std]`` and ``[trainer.losses.dr_grpo]``: the keys of ``ppo_clip``."""
 
 
@@ -27,7 +27,7 @@ class GRPOStdLoss(PPOClipLoss):
     """1 / |o| of the original GRPO: the mean over a rollout's tokens, summed over rollouts."""
 
     name = "grpo_std"
-    config_class = ClipConfig
+    config_class = GRPOClipConfig
     token_wise = False
     scope = "rollout"
     normalize_by = "rollouts"
@@ -46,7 +46,7 @@ class DrGRPOLoss(PPOClipLoss):
     """Each token counts alike, whatever the length of its rollout."""
 
     name = "dr_grpo"
-    config_class = ClipConfig
+    config_class = GRPOClipConfig
     normalize_by = "constant"
 
 

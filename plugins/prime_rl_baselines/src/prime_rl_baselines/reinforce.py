@@ -56,13 +56,15 @@ class Reinforce(Baseline):
     def save(self, directory: Path) -> None:
         """Write the two exact sums too."""
         super().save(directory)
-        (directory / FILE).write_text(json.dumps([self.total, self.weight]))
+        (directory / FILE).write_text(json.dumps([self.total, self.weight]), "utf-8")
 
     def load(self, directory: Path) -> None:
         """Restore them too. Raises ``ConfigError``."""
         super().load(directory)
         path = directory / FILE
         try:
-            self.total, self.weight = map(float, json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            total, weight = json.loads(path.read_text("utf-8"))
+            self.total = float(total)
+            self.weight = float(weight)
+        except (OSError, ArithmeticError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not a baseline that reinforce saved: {error}") from error

@@ -42,7 +42,7 @@ BUCKET_BYTES = 64 * 2**20
 PIECE = 16 * 2**20
 """Elements that are rounded at a time on their way from the host to a device."""
 ALIGNMENT = 16
-"""In bytes, of each tensor in a bucket."""
+"""Alignment in bytes of each tensor in a bucket."""
 NON_BLOCKING = (2, 27)
 """Versions of NCCL from which communicators connect without blocking."""
 PROBLEM_BYTES = 512
@@ -63,12 +63,12 @@ class Connection(ABC):
         self.device = device
 
     def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
-        """As rank 0: broadcast weights. ``tensors`` come in the order of ``header``, one at a time,
+        """Broadcast weights, on rank 0. ``tensors`` come in the order of ``header``, one at a time,
         on any device and of any type."""
         self.send_buckets(header, filled(header, tensors, self._buffers(header)))
 
     def send_buckets(self, header: Header, buffers: Iterable[Tensor]) -> None:
-        """As rank 0: broadcast the ``buckets`` of ``header``, filled and in their order."""
+        """Broadcast the filled ``buckets`` of ``header`` in their order, on rank 0."""
         try:
             self._send_header(header)
             self._agree(None)
@@ -79,7 +79,7 @@ class Connection(ABC):
             self._release()
 
     def receive(self, check: Check, use: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
-        """As any other rank: receive weights. ``check`` returns why a header is refused, or None;
+        """Receive weights, on every rank but 0. ``check`` returns why a header is refused, or None;
         ``use`` gets names and tensors and may keep them. Raises what ``use`` raises; errors of
         other members after that are ignored."""
         problem: Exception | None = None
@@ -116,18 +116,18 @@ class Connection(ABC):
 
     @abstractmethod
     def _send(self, buffer: Tensor) -> None:
-        """As rank 0: a filled bucket, to all."""
+        """Send a filled bucket to all, on rank 0."""
 
     @abstractmethod
     def _fetch(self, buffer: Tensor) -> None:
-        """As any other rank: the next bucket, into ``buffer``."""
+        """Receive the next bucket into ``buffer``, on every rank but 0."""
 
     @abstractmethod
     def _exchange(self, problem: str) -> list[str]:
         """The problem of each rank, empty if it has none."""
 
     def _buffers(self, header: Header) -> Iterator[Tensor]:
-        """As rank 0: memory that the buckets of ``header`` are filled into, one after another."""
+        """Memory that the buckets of ``header`` are filled into, one after another, on rank 0."""
         return (new_buffer(bucket, self.device) for bucket in buckets(header))
 
     def _unable(self) -> str | None:
@@ -225,7 +225,8 @@ class Member:
     def join(self, group: BroadcastGroup, device: torch.device) -> Iterator[Connection]:
         """The connection, once every member is ready. After an error it is not used again. Raises
         ``WeightsError``."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection and (connection.path, connection.rank) != (group.group, group.rank):
             connection.close()
             connection = None

@@ -50,10 +50,10 @@ class BroadcastDelivery(WeightDelivery):
     def check(self, engine: ReceivingEngine) -> None:
         receives = engine.receives
         if receives is None or self._backend not in receives.backends:
-            found = "nothing" if receives is None else ", ".join(receives.backends)
+            backends = "nothing" if receives is None else ", ".join(receives.backends)
             raise EngineError(
                 f"engine {engine.url} cannot receive weights by {self._backend}: its GET /health "
-                f"lists {found} under receives. Set weight_broadcast.type = 'filesystem'."
+                f"lists {backends} under receives. Set weight_broadcast.type = 'filesystem'."
             )
         if self._backend == "ipc" and urlsplit(engine.url).hostname not in LOCAL:
             raise EngineError(
@@ -96,13 +96,13 @@ class BroadcastDelivery(WeightDelivery):
 
     def _unable(self, engines: Sequence[AnyEngine]) -> dict[AnyEngine, BaseException]:
         """Engines that cannot receive any more, with the reason."""
-        found: dict[AnyEngine, BaseException] = {}
+        failures: dict[AnyEngine, BaseException] = {}
         for engine in engines:
             try:
                 self.check(engine)
             except EngineError as error:
-                found[engine] = error
-        return found
+                failures[engine] = error
+        return failures
 
     async def _all_done(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Wait for all; abort when one fails."""

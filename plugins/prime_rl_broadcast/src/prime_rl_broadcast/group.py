@@ -73,7 +73,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
             replace_text(folder / f"here_{self.rank}", protocol)
             while missing := self._missing(names := os.listdir(folder)):
                 if _END in names:
-                    reason = (folder / _END).read_text()
+                    reason = (folder / _END).read_text("utf-8")
                     raise WeightsError(f"the broadcast was aborted: {reason}")
                 if time.monotonic() > deadline:
                     raise WeightsError(
@@ -83,7 +83,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
                 time.sleep(_POLL_SECONDS)
 
             for rank in range(self.world_size):
-                other = (folder / f"here_{rank}").read_text()
+                other = (folder / f"here_{rank}").read_text("utf-8")
                 if other != protocol:
                     raise WeightsError(
                         f"rank {self.rank} of the broadcast uses {protocol}; rank {rank} uses "
@@ -98,12 +98,12 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
 
 def backends(on_gpu: bool) -> list[Backend]:
     """The ``receives.backends`` of an engine's ``GET /health``."""
-    found: list[Backend] = ["gloo"]
+    names: list[Backend] = ["gloo"]
     if on_gpu:
-        found.append("nccl")
+        names.append("nccl")
     if sys.platform == "linux":
-        found.append("ipc")
-    return found
+        names.append("ipc")
+    return names
 
 
 def decline(directory: Path) -> bool:

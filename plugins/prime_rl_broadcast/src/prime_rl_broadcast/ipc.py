@@ -61,11 +61,11 @@ class IpcConnection(Connection):
         """Connect. All members must do so at the same time. Raises ``WeightsError``."""
         super().__init__(group, device)
         self._memories: list[HostMemory | CudaMemory] = []
-        """As rank 0: what is shared in this broadcast."""
+        """On rank 0: the memories that this broadcast shares."""
         self._filled = 0
-        """As rank 0: buckets that were announced. Bucket n is in memory n modulo their number."""
+        """On rank 0: number of announced buckets. Bucket n is in memory n modulo their number."""
         self._unanswered = 0
-        """As rank 0: announced buckets that not all members have copied."""
+        """On rank 0: announced buckets that some member has not copied yet."""
         self._opened: list[OpenedHost | OpenedCuda] = []
         self._problem: str | None = None
         self._peers: dict[int, _Channel] = {}
@@ -195,7 +195,7 @@ class IpcConnection(Connection):
         self._unanswered += 1
 
     def _wait_for_answers(self) -> None:
-        """Until all members have copied the oldest bucket that some have not."""
+        """Wait until all members have copied the oldest bucket that is not copied everywhere."""
         with self._errors_named():
             for peer in self._peers.values():
                 peer.receive()
@@ -300,10 +300,13 @@ class _Channel:
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         head = len(data).to_bytes(8, "little") + bytes([len(descriptors)])
-        self._socket.sendall(head)
         if descriptors:
+            self._socket.sendall(head)
             socket.send_fds(self._socket, [b"\0"], list(descriptors))
-        self._socket.sendall(data)
+            self._socket.sendall(data)
+        else:
+            # At once: who has read a whole message may leave before a second, empty part is sent.
+            self._socket.sendall(head + data)
 
     def receive(self) -> tuple[bytes, list[int]]:
         """A message, and its descriptors, which the caller closes."""

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.005
 WEIGHTS = "model.safetensors"
 KEPT_FREE = (2 * 2**30, 0.05)
-"""Of a device's memory, bytes and share that the copy leaves free: rows differ in length."""
+"""Bytes, and share, of a device's memory that the copy leaves free: rows differ in length."""
 
 
 class BroadcastSender(WeightSender):
@@ -90,7 +90,8 @@ class BroadcastSender(WeightSender):
 
     def finish(self) -> None:
         """Wait until the last version is sent, or written. Raises the error if it is neither."""
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         try:
             if sent is not None:
                 sent.result()
@@ -179,7 +180,7 @@ def free_memory(device: torch.device | None) -> float:
         return free - max(KEPT_FREE[0], KEPT_FREE[1] * total)
 
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
     except OSError:  # not Linux
         return math.inf
 

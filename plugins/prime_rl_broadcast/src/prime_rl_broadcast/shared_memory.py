@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 NAME = "prime-rl-weights"
-"""Of the anonymous files, for a reader of ``/proc``."""
+"""The name of the anonymous files, for a reader of ``/proc``."""
 SEAL_FUTURE_WRITE = 0x0010
 """``F_SEAL_FUTURE_WRITE`` of Linux 5.1, which the module ``fcntl`` does not name."""
 DRIVER = "libcuda.so.1"
@@ -37,7 +37,7 @@ class CudaError(RuntimeError):
 
 
 class HostMemory:
-    """Of the process that shares it."""
+    """Host memory as the process that shares it sees it."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,7 +63,7 @@ class HostMemory:
 
 
 class OpenedHost:
-    """Of a process that reads it."""
+    """Host memory as a process that reads it sees it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

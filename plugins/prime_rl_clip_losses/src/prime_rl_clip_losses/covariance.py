@@ -123,7 +123,7 @@ class KLCovLoss(WeightedTerms):
         config = cast(KLCovConfig, self.config)
         log_ratio = sampled_log_ratio(inputs)
         terms, _ = surrogate(inputs, log_ratio, Clip(1.0, torch.inf))
-        covariance, chosen = largest(inputs, config.share, -torch.inf, torch.inf)
+        covariance, chosen = largest(inputs, config.share, low=-torch.inf, high=torch.inf)
         penalty = config.beta * torch.where(chosen, log_ratio, 0.0).abs()
         metrics = {
             "is_held": TokenMetric(chosen.float(), inputs.loss_mask),

@@ -39,7 +39,7 @@ class GiGPOConfig(PluginConfig):
 
 
 class GiGPO(Algorithm):
-    """Credit is the episode's, and that of the reply among all replies in the same state."""
+    """Credit is that of the episode, plus that of the reply among all replies in the same state."""
 
     name = "gigpo"
     config_class = GiGPOConfig
@@ -51,13 +51,13 @@ class GiGPO(Algorithm):
         rewards = [reply.reward or 0.0 for reply in replies]
         if replies and all(reply.reward is None for reply in replies):
             rewards[-1] = rollout.reward
-        found = []
+        from_behind = []
         to_go = 0.0
         for reward in reversed(rewards):
             to_go = reward + self.config.gamma * to_go
-            found.append(to_go)
+            from_behind.append(to_go)
 
-        return found[::-1]
+        return from_behind[::-1]
 
     @hookimpl
     def score_group(self, group: Group) -> None:
@@ -65,16 +65,18 @@ class GiGPO(Algorithm):
         replies = [replies_of(rollout) for rollout in group]
         returns = [self.returns(*pair) for pair in zip(group, replies, strict=True)]
         states: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-        for i, own in enumerate(replies):
-            for t, reply in enumerate(own):
+        for i, of_rollout in enumerate(replies):
+            for t, reply in enumerate(of_rollout):
                 states[reply.observed].append((i, t))
 
         episode = relative([rollout.reward for rollout in group], self.config.std)
-        credit = [[value] * len(own) for value, own in zip(episode, replies, strict=True)]
+        credit = [
+            [value] * len(of_rollout) for value, of_rollout in zip(episode, replies, strict=True)
+        ]
         for places in states.values():
             above = relative([returns[i][t] for i, t in places], self.config.std)
             for (i, t), value in zip(places, above, strict=True):
                 credit[i][t] += self.config.omega * value
 
-        for rollout, own, values in zip(group, replies, credit, strict=True):
-            assign(rollout, own, values)
+        for rollout, of_rollout, values in zip(group, replies, credit, strict=True):
+            assign(rollout, of_rollout, values)

@@ -70,8 +70,8 @@ class MTGRPO(Algorithm):
         """Assign both. A group without any reward of a turn has the outcome alone."""
         replies = [replies_of(rollout) for rollout in group]
         outcomes = relative([rollout.reward for rollout in group], self.config.std)
-        credit = [[outcome] * len(own) for outcome, own in zip(outcomes, replies, strict=True)]
-        early = [(i, k) for i, own in enumerate(replies) for k in range(len(own) - 1)]
+        credit = [[outcome] * len(spans) for outcome, spans in zip(outcomes, replies, strict=True)]
+        early = [(i, k) for i, spans in enumerate(replies) for k in range(len(spans) - 1)]
         self._note_rewards(group[0].env, [replies[i][k].reward for i, k in early])
         for turn in range(max((k for _, k in early), default=-1) + 1):
             ours = [i for i, k in early if k == turn]
@@ -79,9 +79,9 @@ class MTGRPO(Algorithm):
             above = relative(
                 [float(replies[i][turn].reward or 0) for i in rewarded], self.config.std
             )
-            own = dict(zip(rewarded, above, strict=True))
+            advantages = dict(zip(rewarded, above, strict=True))
             for i in ours:
-                credit[i][turn] = own.get(i, 0.0) + self.config.omega * outcomes[i]
+                credit[i][turn] = advantages.get(i, 0.0) + self.config.omega * outcomes[i]
 
         for rollout, own_replies, values in zip(group, replies, credit, strict=True):
             assign(rollout, own_replies, values)

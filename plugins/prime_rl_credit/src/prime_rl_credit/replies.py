@@ -23,25 +23,27 @@ class Reply:
     end: int
     """Tokens ``start`` to ``end``, exclusive, of ``samples[sample]``."""
     reward: float | None
-    """Of this reply alone. None: the env gave none."""
+    """The reward of this reply alone. None: the env gave none."""
     observed: tuple[int, ...]
     """The tokens of the env between the reply before it and this one."""
 
 
 def replies_of(rollout: Rollout) -> list[Reply]:
     """In order of time; without replies whose tokens do not train."""
-    found: list[Reply] = []
+    replies: list[Reply] = []
     observed: list[int] = []
     for turn in rollout.turns:
         sample = rollout.samples[turn.sample]
         if sample.loss_mask[turn.start : turn.end].any():
-            reply = Reply(turn.sample, turn.start, turn.end, turn.reward, tuple(observed))
-            found.append(reply)
+            reply = Reply(
+                turn.sample, turn.start, end=turn.end, reward=turn.reward, observed=tuple(observed)
+            )
+            replies.append(reply)
             observed = []
         else:
             observed += sample.token_ids[turn.start : turn.end].tolist()
 
-    return found
+    return replies
 
 
 def assign(rollout: Rollout, replies: Sequence[Reply], credit: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ costs ``branches`` times ``segments`` completions; the metric ``vine_value`` is 
 
 Changed from the paper: 1. segments are equal numbers of tokens, not lines of a solution; 2. the
 policy that scores may be a version newer than the one that sampled; 3. one reply per rollout: a
-state after an answer of the env cannot be branched without the env, and is refused. The equations
+state after an answer of the env is refused (``vineppo_turns`` branches there). The equations
 were checked in descriptions of the paper, not in the paper.
 """
 
@@ -47,16 +47,16 @@ def load_reward(import_path: str) -> Reward:
     """The function ``module:name``. Raises ``ValueError``."""
     module, _, name = import_path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{import_path!r}: {error}. Expected a function as module:name, in an installed "
             "package or the working directory"
         ) from error
 
-    if not callable(found):
-        raise ValueError(f"{import_path!r} is {type(found).__name__}, expected a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ValueError(f"{import_path!r} is {type(function).__name__}, expected a function")
+    return function  # type: ignore[no-any-return]
 
 
 class VinePPOConfig(PluginConfig):
@@ -87,7 +87,8 @@ class VinePPO(Algorithm):
     config: VinePPOConfig
 
     async def setup(self, host: Host) -> None:
-        self.host, self.reward = host, load_reward(self.config.reward)
+        self.host = host
+        self.reward = load_reward(self.config.reward)
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
@@ -95,7 +96,7 @@ class VinePPO(Algorithm):
         sample, sampled = _only_reply(rollout)
         starts = [part[0] for part in np.array_split(sampled, self.config.segments) if len(part)]
         values = await asyncio.gather(
-            *(self.value(rollout, sample, int(sampled[0]), int(cut)) for cut in starts)
+            *(self.value(rollout, sample, first=int(sampled[0]), cut=int(cut)) for cut in starts)
         )
         rollout.metrics["vine_value"] = values[0]
         steps = np.diff([*values, rollout.reward])
@@ -125,6 +126,6 @@ def _only_reply(rollout: Rollout) -> tuple[Sample, np.ndarray]:
     if others or len(sampled) != sampled[-1] - sampled[0] + 1:
         raise ConfigError(
             f"env {rollout.env!r}: algo 'vineppo' branches a single reply, and a rollout has "
-            "several turns. Use gigpo or mt_grpo for such an env."
+            "several turns. Use vineppo_turns, gigpo or mt_grpo for such an env."
         )
     return sample, sampled

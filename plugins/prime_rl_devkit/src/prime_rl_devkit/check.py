@@ -24,8 +24,15 @@ from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import GROUPS, Origin
-from prime_rl.registry.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
-from prime_rl.testing.conformance import Outcome, Report, Status, conformance
+from prime_rl.registry.offers import (
+    ALGORITHM,
+    ENGINE,
+    Kind,
+    Offered,
+    settings_of,
+    unreached_observers,
+)
+from prime_rl.testing.conformance import CheckStatus, Outcome, Report, conformance
 from prime_rl_devkit.facts import Plugin, described, installed, load
 from prime_rl_devkit.hooks import check_hooks
 from prime_rl_devkit.kinds import BY_KIND, CONNECTS, builds, check_offer
@@ -42,15 +49,15 @@ def check(target: str | None, settings: Mapping[str, Any], limit: float = SECOND
     Raises ``ConfigError`` for an unknown target or invalid settings.
     """
     if target is not None and _is_path(target):
-        given = Checking(settings, limit, connects=True)
+        checking = Checking(settings, limit, connects=True)
         with _in_folder(Path(target), limit) as plugins, _losses_that_load(limit):
-            return _reports(plugins, None, given)
+            return _reports(plugins, None, checking)
 
-    given = Checking(settings, limit, connects=target is not None, starts=target is not None)
+    checking = Checking(settings, limit, connects=target is not None, starts=target is not None)
     if target is not None:
         described(target)  # raises for an unknown one, with the nearest names
     with _losses_that_load(limit) as plugins:
-        return _reports(plugins, target, given)
+        return _reports(plugins, target, checking)
 
 
 def _reports(plugins: Sequence[Plugin], target: str | None, given: Checking) -> list[Report]:
@@ -61,13 +68,15 @@ def _reports(plugins: Sequence[Plugin], target: str | None, given: Checking) -> 
     return [
         report
         for plugin, offers in chosen
-        for report in _check_plugin(plugin, offers, _is_whole(target, plugin.source), given)
+        for report in _check_plugin(
+            plugin, offers, beside=plugins, whole=_is_whole(target, plugin.source), given=given
+        )
     ]
 
 
 @dataclass(frozen=True)
 class Checking:
-    """What every check is given."""
+    """The arguments of every check."""
 
     settings: Mapping[str, Any]
     limit: float
@@ -90,7 +99,7 @@ def _is_whole(target: str | None, source: Origin) -> bool:
 
 
 def _check_keys(settings: Mapping[str, Any], offers: Sequence[Offered[Any]]) -> None:
-    """Each class gets the settings that it has; one that no class has is refused."""
+    """Each class gets the settings that it defines. A setting that no class defines is refused."""
     if any(each.cls.config_class.model_config.get("extra") == "allow" for each in offers):
         return
     known = sorted({key for offered in offers for key in offered.cls.config_class.model_fields})
@@ -117,7 +126,7 @@ def _in_folder(folder: Path, limit: float) -> Iterator[list[Plugin]]:
         info = Path(site, f"{name.replace('-', '_')}-{version or '0'}.dist-info")
         info.mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version or '0'}\n"
-        (info / "METADATA").write_text(metadata)
+        (info / "METADATA").write_text(metadata, "utf-8")
         lines = [
             line
             for group, entries in groups.items()
@@ -126,7 +135,7 @@ def _in_folder(folder: Path, limit: float) -> Iterator[list[Plugin]]:
                 *(f"{plugin} = {value}" for plugin, value in entries.items()),
             )
         ]
-        (info / "entry_points.txt").write_text("\n".join(lines))
+        (info / "entry_points.txt").write_text("\n".join(lines), "utf-8")
         sys.path.insert(0, site)
         try:
             yield [
@@ -182,9 +191,14 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
 
 
 def _check_plugin(
-    plugin: Plugin, offers: Sequence[tuple[Kind[Any], Offered[Any]]], whole: bool, given: Checking
+    plugin: Plugin,
+    offers: Sequence[tuple[Kind[Any], Offered[Any]]],
+    beside: Sequence[Plugin],
+    whole: bool,
+    given: Checking,
 ) -> Iterator[Report]:
-    """The reports of one plugin: the package, its own hooks, and the classes it offers."""
+    """The reports of one plugin: the package, its own hooks, and the classes it offers. ``beside``:
+    the plugins of both entry-point groups."""
     name = plugin.entry.name
     if whole and plugin.error is not None:
         yield Report("plugin", name, (run(loads, plugin),))
@@ -192,7 +206,12 @@ def _check_plugin(
 
     if whole:
         value = plugin.entry.value
-        outcomes = (run(loads, plugin), run(light_import, value), run(documented, offers))
+        outcomes = (
+            run(loads, plugin),
+            run(light_import, value),
+            run(documented, offers),
+            run(observers_run, plugin, beside),
+        )
         yield Report("plugin", name, outcomes)
         if plugin.entry.group == PROJECT:  # the trainer calls no hook but register_...
             with time_limit(given.limit):
@@ -214,12 +233,20 @@ def loads(plugin: Plugin) -> None:
         raise Broken(plugin.error)
 
 
+def observers_run(plugin: Plugin, beside: Sequence[Plugin]) -> None:
+    """Each of its observers is offered to the process in which it runs."""
+    managers = [each.hooks for each in beside if each.error is None]
+    for problem in unreached_observers(*managers):
+        if problem.startswith(f"plugin {plugin.source}:"):
+            raise Broken(problem)
+
+
 IMPORT_SECONDS = 5.0
 """How long the import of a plugin may take, beyond that of prime_rl."""
 
 
 def light_import(value: str) -> None:
-    """Importing it is quick and imports nothing heavy: plugins list answers at once."""
+    """Importing it is quick and imports nothing heavy: every check of a config imports it."""
     code = (
         "import importlib, json, sys, prime_rl, prime_rl.registry.offers\n"
         "from prime_rl_devkit.limits import OwnTime\n"
@@ -274,19 +301,19 @@ def _offer(kind: Kind[Any], offered: Offered[Any], given: Checking) -> Report:
     cls = offered.cls
     known = {k: v for k, v in given.settings.items() if k in cls.config_class.model_fields}
     try:
-        config = settings_of(cls, kind, known, "--set")
+        config = settings_of(cls, kind, settings=known, where="--set")
     except ConfigError as error:
         if known:
             raise
         if not _only_missing(error):
             said = f"its defaults are invalid: {error}"
-            return _one(kind.name, cls.name, "builds", "failed", said)
+            return _one(kind.name, cls.name, check="builds", status="failed", message=said)
         said = f"its defaults are not enough: {error} Give settings with --set KEY=VALUE."
-        return _one(kind.name, cls.name, "conformance", "skipped", said)
+        return _one(kind.name, cls.name, check="conformance", status="skipped", message=said)
 
     if kind.name in CONNECTS and not given.connects:
         said = f"it may use the network: prime-rl plugins check {cls.name} runs its checks"
-        return _one(kind.name, cls.name, "conformance", "skipped", said)
+        return _one(kind.name, cls.name, check="conformance", status="skipped", message=said)
 
     built = run(builds, kind.name, cls, config)
     if built.status != "passed":
@@ -300,14 +327,14 @@ def _offer(kind: Kind[Any], offered: Offered[Any], given: Checking) -> Report:
             f"it refuses the kit's rollouts: {error} Call prime_rl.testing.check_algorithm with a "
             "make_group of your own in your tests."
         )
-        return _one(kind.name, cls.name, "conformance", "skipped", said)
+        return _one(kind.name, cls.name, check="conformance", status="skipped", message=said)
 
 
 def _only_missing(error: ConfigError) -> bool:
-    """Whether settings have to be given: no default of a single key is invalid."""
+    """Whether the only fault is that required settings are missing: no default is invalid."""
     cause = error.__cause__
-    found = cause.errors() if isinstance(cause, ValidationError) else []
-    return all(each["type"] == "missing" or not each["loc"] for each in found)
+    errors = cause.errors() if isinstance(cause, ValidationError) else []
+    return all(each["type"] == "missing" or not each["loc"] for each in errors)
 
 
 def _engine(cls: type[Any], settings: Mapping[str, Any], by_name: bool) -> Report:
@@ -316,5 +343,5 @@ def _engine(cls: type[Any], settings: Mapping[str, Any], by_name: bool) -> Repor
     return Bench(cls, settings, "--set").report() if by_name else not_started(cls)
 
 
-def _one(kind: str, name: str, check: str, status: Status, message: str) -> Report:
-    return Report(kind, name, (Outcome(check, "", status, message),))
+def _one(kind: str, name: str, check: str, status: CheckStatus, message: str) -> Report:
+    return Report(kind, name, (Outcome(check, "", status=status, message=message),))

@@ -1,4 +1,4 @@
-"""``prime-rl plugins list``, ``show``, ``check``, ``prove`` and ``new``."""
+"""``prime-rl plugins list``, ``show``, ``search``, ``check``, ``prove`` and ``new``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,45 @@ STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def list_plugins(as_json: AsJson = False) -> None:
-    """Every installed plugin: distribution, version, offers, and the hooks it implements and
-    wraps; for a broken one, the reason. The exit code is 1 if one is broken.
+def list_plugins(
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Import each plugin: all that it offers, the hooks it implements and wraps; for "
+            "a broken one, the reason.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what --verbose shows as JSON.")
+    ] = False,
+) -> None:
+    """Every installed plugin: distribution, version and offers, by the metadata of the packages.
+    The exit code is 1 if one is broken.
 
     ```
     prime-rl plugins list
+    prime-rl plugins list --verbose
     ```
     """
-    from prime_rl_devkit.facts import inventory
-    from prime_rl_devkit.tables import print_inventory
+    if not (verbose or as_json):
+        from prime_rl_devkit.distributions import distributions
+        from prime_rl_devkit.tables import print_distributions
 
-    rows = inventory()
-    print_answer = print_json if as_json else print_inventory
-    print_answer(rows)
-    if any(row["error"] for row in rows):
+        listed = distributions()
+        print_distributions(listed)
+        is_broken = any(each.error for each in listed)
+    else:
+        from prime_rl_devkit.facts import inventory
+        from prime_rl_devkit.tables import print_inventory
+
+        rows = inventory()
+        print_answer = print_json if as_json else print_inventory
+        print_answer(rows)
+        is_broken = any(row["error"] for row in rows)
+
+    if is_broken:
         raise typer.Exit(1)
 
 
@@ -105,7 +129,12 @@ def prove(
     name: Annotated[str, typer.Argument(help="An installed algorithm.")],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting; VALUE as in TOML."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the algorithm, or of trainer.loss, trainer.losses.NAME or "
+            "trainer.heads.NAME; VALUE as in TOML.",
+        ),
     ] = None,
     group_size: Annotated[str, typer.Option(help="Rollouts of a group, such as 2,4.")] = "2,4",
     loss: Annotated[
@@ -121,6 +150,13 @@ def prove(
     staleness: Annotated[
         str, typer.Option(help="Versions between the policy that samples and the one that trains.")
     ] = "0,1,2",
+    partial_groups: Annotated[
+        int | None,
+        typer.Option(help="Members after which a group is handed on, the shortest replies first."),
+    ] = None,
+    rest: Annotated[
+        str, typer.Option(help="The others, as in [orchestrator.partial_groups]: group or cancel.")
+    ] = "group",
     png: Annotated[Path | None, typer.Option(help="A picture to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -131,23 +167,52 @@ def prove(
     prime-rl plugins prove grpo
     ```
     """
+    from prime_rl.errors import ConfigError
+    from prime_rl.plugins.hookspecs import TRAINER_GROUP
     from prime_rl.registry.manager import load_plugins
-    from prime_rl.registry.offers import ALGORITHM, collect, select, settings_of
+    from prime_rl.registry.offers import ALGORITHM, LOSS, collect, select, settings_of
     from prime_rl_devkit.lab.prove import prove as run_proof
     from prime_rl_devkit.lab.show import picture, print_proof
 
-    cls = select(ALGORITHM, name, collect(load_plugins("prime_rl"), ALGORITHM), "plugins prove")
+    algorithms = collect(load_plugins("prime_rl"), ALGORITHM)
+    if name not in algorithms and name in collect(load_plugins(TRAINER_GROUP), LOSS):
+        raise ConfigError(
+            f"plugins prove: {name!r} is a loss, and a proof is of an algorithm with its loss. "
+            f"Write: prime-rl plugins prove grpo --loss {name}"
+        )
+    cls = select(ALGORITHM, name, offers=algorithms, where="plugins prove")
+    values = read_settings(settings or [])
+    trainer = {} if "trainer" in cls.config_class.model_fields else values.pop("trainer", {})
     proof = run_proof(
-        cls(settings_of(cls, ALGORITHM, read_settings(settings or []), "--set")),
+        cls(settings_of(cls, ALGORITHM, settings=values, where="--set")),
         group_size=_numbers(group_size, "--group-size"),
         loss=loss,
         normalize_by=normalize_by,
         staleness=_numbers(staleness, "--staleness"),
+        partial_groups=_partial(partial_groups, rest),
+        trainer=trainer,
     )
     print_answer = print_proof if not as_json else lambda each: print_json(each.as_dict())
     print_answer(proof)
     if png is not None:
         picture(proof, png)
+
+
+def _partial(at_least: int | None, rest: str) -> Any:
+    """Raises ``ConfigError`` for what is no table ``[orchestrator.partial_groups]``."""
+    from pydantic import ValidationError
+
+    from prime_rl.config.explain import explain
+    from prime_rl.config.orchestrator import PartialGroupsConfig
+    from prime_rl.errors import ConfigError
+
+    if at_least is None:
+        return None
+    try:
+        return PartialGroupsConfig(at_least=at_least, rest=rest)
+    except ValidationError as error:
+        problem = explain(error, PartialGroupsConfig)
+        raise ConfigError(f"--partial-groups {at_least} --rest {rest}: {problem}") from error
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -204,13 +269,37 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
         ) from error
 
 
+def search(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Words of a name, a summary, an offer (algorithm.rloo) or its description."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Packages that extend prime-rl, installed or not, from the index that ships.
+
+    ```
+    prime-rl plugins search critic
+    ```
+    """
+    from prime_rl_devkit.index import search as find
+    from prime_rl_devkit.tables import print_found
+
+    packages = [each.model_dump() | {"installed": each.installed} for each in find(words or [])]
+    print_answer = print_json if as_json else print_found
+    print_answer(packages)
+
+
 def new(
     name: Annotated[str, typer.Argument(help="The name in a TOML, such as my-algo.")],
     kind: Annotated[
         str,
         typer.Option(
             help="algorithm, filter, loss, head, engine, sampler, renderer, source, monitor, "
-            "launcher, model, wrapper or environment; several in one package: algorithm+loss."
+            "launcher, model, wrapper, observer, command, optimizer, kernel, transport "
+            "or environment; several in one package: algorithm+loss."
         ),
     ] = "algorithm",
     directory: Annotated[

@@ -13,13 +13,15 @@ from typing import Any
 from prime_rl import Loss
 from prime_rl.entries import entries
 from prime_rl.errors import ConfigError, PluginError
-from prime_rl.registry.checks import CONTRACT_VERSION, marked_hooks
+from prime_rl.registry.checks import marked_hooks
 from prime_rl.registry.components import Component
 from prime_rl.registry.manager import (
+    CONTRACT,
     GROUPS,
     Hooks,
     Origin,
     add_entry,
+    contract_of,
     core_misfit,
     disabled_names,
     source_of,
@@ -66,6 +68,7 @@ class Plugin:
             "distribution": self.source.distribution,
             "version": self.source.version,
             "group": self.entry.group,
+            "contract": contract_of(self.entry, self.hooks.get_plugin(self.entry.name)),
             "implements": sorted(name for name, impl in impls if not impl.wrapper),
             "wraps": sorted(name for name, impl in impls if impl.wrapper),
             "error": self.error,
@@ -82,8 +85,9 @@ def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
     except PluginError as error:
         plugin.error = str(error)
 
-    if plugin.error is None and (misfit := core_misfit(entry)):
-        plugin.error = f"plugin {source}: {misfit}"
+    if plugin.error is None:
+        misfit = core_misfit((entry.dist and entry.dist.requires) or [])
+        plugin.error = f"plugin {source}: {misfit}" if misfit else None
     return plugin
 
 
@@ -107,11 +111,11 @@ def installed(limit: float = SECONDS) -> Iterator[Plugin]:
 
 def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[Any]]]]:
     """The classes that each plugin of a group registers. Raises ``PluginError``."""
-    found: dict[str, list[tuple[Kind[Any], Offered[Any]]]] = {}
+    offers: dict[str, list[tuple[Kind[Any], Offered[Any]]]] = {}
     for kind in KINDS:
         for offered in collect(hooks, kind).values():
-            found.setdefault(offered.source.plugin, []).append((kind, offered))
-    return found
+            offers.setdefault(offered.source.plugin, []).append((kind, offered))
+    return offers
 
 
 def inventory() -> list[Row]:
@@ -129,20 +133,20 @@ def described(name: str) -> list[Row]:
     """Everything about the plugins called ``name``: an entry point, a distribution, or an offered
     class. Raises ``ConfigError`` if there is none."""
     plugins = [*installed()]
-    found = [
+    matching = [
         plugin
         for plugin in plugins
         if name in (plugin.entry.name, plugin.source.distribution)
         or name == plugin.source.distribution.replace("-", "_")
     ]
-    if not found:
+    if not matching:
         for plugin in plugins:
             offers = [each for each in plugin.offers if each[1].cls.name == name]
-            found += [replace(plugin, offers=offers)] if offers else []
+            matching += [replace(plugin, offers=offers)] if offers else []
 
-    if not found:
+    if not matching:
         raise ConfigError(_unknown(name, plugins))
-    return [_described(plugin) for plugin in found]
+    return [_described(plugin) for plugin in matching]
 
 
 def _unknown(name: str, plugins: Sequence[Plugin]) -> str:
@@ -161,11 +165,11 @@ def _described(plugin: Plugin) -> Row:
         file = ""
 
     dist = plugin.entry.dist
-    needs = [each for each in (dist and dist.requires) or () if each.startswith("prime-rl-core")]
+    ours = ("prime-rl-core", CONTRACT)
+    needs = [each for each in (dist and dist.requires) or () if each.startswith(ours)]
     return plugin.row | {
         "summary": (dist and dist.metadata["Summary"]) or "",
         "requires": "; ".join(needs),
-        "contract": getattr(module, "prime_rl_contract", CONTRACT_VERSION),
         "entry_point": plugin.entry.value,
         "file": file,
         "offers": [_offer(kind, each) for kind, each in plugin.offers],
@@ -193,10 +197,10 @@ def _offer(kind: Kind[Any], offered: Offered[Any]) -> Row:
 def _declares(kind: Kind[Any], cls: type[Any]) -> Row:
     """Class attributes of the contract whose values differ from the base class; all of a loss."""
     declared = [key for key in kind.base.__annotations__ if key not in ("name", "config_class")]
-    found = {key: getattr(cls, key, None) for key in declared}
-    changed = {k: v for k, v in found.items() if v != getattr(kind.base, k, None)}
+    values = {key: getattr(cls, key, None) for key in declared}
+    changed = {k: v for k, v in values.items() if v != getattr(kind.base, k, None)}
     if issubclass(cls, Loss):
-        changed = found | {"scope": Component(cls.name, cls).scope}
+        changed = values | {"scope": Component(cls.name, cls).scope}
     return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in changed.items()}
 
 
@@ -226,7 +230,7 @@ def type_name(prop: Schema) -> str:
     if "enum" in prop or "const" in prop:
         return " or ".join(f"`{toml(each)}`" for each in prop.get("enum", [prop.get("const")]))
     if prop.get("type") == "array":
-        return f"list of {type_name(prop['items'])}s"
+        return f"list of {type_name(prop['items'])}s" if "items" in prop else "list"
     bounds = ", ".join(f"{sign} {prop[name]:g}" for name, sign in BOUNDS.items() if name in prop)
     return f"{TYPES.get(prop.get('type', ''), 'any')} {bounds}".strip()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 
 from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout, RolloutPlan, hookimpl
+from prime_rl.registry.calls import SWALLOWED
 from prime_rl.registry.manager import Hooks, scope
 from prime_rl.registry.offers import SCORING
 from prime_rl.testing import conformance_group, logged_metrics
@@ -90,6 +91,12 @@ class Failing(Algorithm):
         if groups[0][0].info.get("fails") == "score_batch":
             raise Fault
 
+    @hookimpl
+    async def score_envs(self, batches: Mapping[str, Sequence[Group]]) -> None:
+        """Fail for the batch of several envs."""
+        if any(groups[0][0].info.get("fails") == "score_envs" for groups in batches.values()):
+            raise Fault
+
 
 class Drops:
     """Another filter of the slot."""
@@ -102,7 +109,7 @@ class Drops:
 
 def scores_beside_any_algorithm(plugin: object) -> None:
     """It works beside an algorithm with advantages and beside one without; tokens and masks stay as
-    they were, and streams aligned and finite."""
+    they were, and streams are aligned and finite."""
     _need(plugin, SCORING)
     for cls in (Credit, Imitation):
         has = "with" if cls is Credit else "without"
@@ -136,13 +143,15 @@ def passes_errors_on(plugin: object) -> None:
         except Fault:
             continue
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
+            if SWALLOWED in outcome:
+                outcome = "no error: it was swallowed"
         else:
-            found = "no error: it was swallowed"
+            outcome = "no error: it was swallowed"
 
         raise Broken(
-            f"{hook}: the algorithm raised, and the run would get {found}. Put what must run into "
-            "a finally, and catch nothing around the yield."
+            f"{hook}: the algorithm raised, and the run would get {outcome}. Put what must run "
+            "into a finally, and catch nothing around the yield."
         )
 
     if not (SCORING | PREPARING) & {*wrapped}:
@@ -226,7 +235,7 @@ def _need(plugin: object, names: frozenset[str]) -> None:
 
 def _score(cls: type[Algorithm], group: Group, plugin: object) -> None:
     host = conformance_host()
-    asyncio.run(score_async(cls(PluginConfig()), [group], (plugin,), host))
+    asyncio.run(score_async(cls(PluginConfig()), [group], plugins=(plugin,), host=host))
 
 
 def _inputs(rollout: Rollout) -> list[bytes]:

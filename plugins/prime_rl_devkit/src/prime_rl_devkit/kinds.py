@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from prime_rl import Filter, Head, HeadInputs, Monitor, PluginConfig, SampledEnv, Sampler
+from prime_rl import (
+    Filter,
+    Head,
+    HeadInputs,
+    Monitor,
+    Observer,
+    PluginConfig,
+    SampledEnv,
+    Sampler,
+)
 from prime_rl.plugins.base import Offer
+from prime_rl.registry.guards import is_number
 from prime_rl.registry.manager import Hooks, scope
+from prime_rl.registry.members import missing, misspelt_attribute
+from prime_rl.registry.offers import KINDS
 from prime_rl.testing import conformance_group, logged_metrics
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit import losses, services
@@ -36,16 +48,40 @@ def builds(kind: str, cls: type[Any], config: PluginConfig) -> None:
         try:
             built = cls(config, *more.get(kind, ()))
         except TypeError as error:
-            found = inspect.signature(cls.__init__)
+            signature = inspect.signature(cls.__init__)
             raise Broken(
                 f"{error}. Core passes what {kind} classes of prime_rl take; its __init__ takes "
-                f"{found}."
+                f"{signature}."
             ) from error
 
         if getattr(built, "config", None) is not config:
             raise Broken("self.config is not its settings. Call super().__init__ in __init__.")
         if isinstance(built, Monitor):
             built.close()
+        problem = missing(cls, BASES[kind]) or misspelt_attribute(built, BASES[kind])
+        if problem:
+            raise Broken(problem)
+        if isinstance(built, Observer):
+            _check_observed(built)
+
+
+def _check_observed(observer: Observer) -> None:
+    """What it measured before anything happened is numbers."""
+    try:
+        metrics = observer.take_metrics()
+    except Exception:  # it reads its host, which a run gives
+        return
+    check_numbers("take_metrics", metrics)
+
+
+def check_numbers(method: str, metrics: Mapping[Any, Any]) -> None:
+    """Raise ``Broken`` for a metric that is no number by its name."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not is_number(value):
+            raise Broken(f"{method} gave {name!r}: {value!r}, expected a number by its name")
+
+
+BASES = {kind.name: kind.base for kind in KINDS}
 
 
 def filter_answers(cls: type[Filter], config: PluginConfig) -> None:
@@ -58,11 +94,17 @@ def head_gives_an_output_each(cls: type[Head], config: PluginConfig) -> None:
     need_torch()
     import torch
 
+    if cls.gives_logprobs:
+        return  # its module is a copy of the policy
     module = cls(config).build(8)
     outputs = module(torch.randn(5, 8))
-    if not isinstance(outputs, torch.Tensor) or outputs.shape != (5,):
-        found = getattr(outputs, "shape", type(outputs).__name__)
-        raise Broken(f"5 hidden states of size 8 gave {found}, expected a tensor of shape (5,)")
+    shape = getattr(outputs, "shape", type(outputs).__name__)
+    is_tensor = isinstance(outputs, torch.Tensor) and outputs.shape[:1] == (5,)
+    if not is_tensor or outputs.dim() != 1 + cls.gives_vectors:
+        expected = "(5, k)" if cls.gives_vectors else "(5,)"
+        raise Broken(
+            f"5 hidden states of size 8 gave {shape}, expected a tensor of shape {expected}"
+        )
 
     if not outputs.requires_grad:
         raise Broken("the output has no gradient: nothing could train the module")
@@ -71,16 +113,27 @@ def head_gives_an_output_each(cls: type[Head], config: PluginConfig) -> None:
 def head_prepares_what_it_writes(cls: type[Head], config: PluginConfig) -> None:
     """``prepare`` gives each stream of ``writes``: one finite value per token."""
     mask = np.array([False, True, True, False, True])
+    head = cls(config)
+    width: tuple[int, ...] = ()
+    if cls.gives_vectors:
+        import torch
+
+        width = (head.build(8)(torch.zeros(1, 8)).shape[1],)
+    outputs = np.full((5, *width), 0.5, np.float32)
+    outputs[~mask] = 0.0
+    names = [read if isinstance(read, str) else read[0] for read in cls.reads]
     inputs = HeadInputs(
-        outputs=np.where(mask, 0.5, 0.0).astype(np.float32),
+        outputs=outputs,
         loss_mask=mask,
-        streams={name: np.full(5, 0.25, np.float32) for name in cls.reads},
+        streams={name: np.full(5, 0.25, np.float32) for name in names},
+        lengths=(3, 2),
+        ends=np.full((2, *width), 0.5, np.float32) if cls.reads_ends else None,
     )
-    found = cls(config).prepare(inputs)
-    if set(found) != set(cls.writes):
-        raise Broken(f"writes is {cls.writes}, and prepare gave {tuple(found)}")
-    for name, column in found.items():
-        if np.shape(column) != (5,) or not np.isfinite(column).all():
+    written = head.prepare(inputs)
+    if set(written) != set(cls.writes):
+        raise Broken(f"writes is {cls.writes}, and prepare gave {tuple(written)}")
+    for name, column in written.items():
+        if np.shape(column)[:1] != (5,) or not np.isfinite(column).all():
             raise Broken(f"{name}: got {column!r} for 5 tokens, expected 5 finite values")
 
 
@@ -112,10 +165,10 @@ def sampler_resumes(cls: type[Sampler], config: PluginConfig) -> None:
         expected = _drawn(sampler, 10)
         resumed = cls(config, ENVS, 0)
         resumed.load(Path(folder))
-        found = _drawn(resumed, 10)
+        drawn = _drawn(resumed, 10)
 
-    if found != expected:
-        raise Broken(f"goes on with {found[:5]} after a resume, expected {expected[:5]}")
+    if drawn != expected:
+        raise Broken(f"goes on with {drawn[:5]} after a resume, expected {expected[:5]}")
 
 
 def _drawn(sampler: Sampler, number: int) -> list[tuple[int, int]]:
@@ -136,9 +189,7 @@ def sampler_takes_groups(cls: type[Sampler], config: PluginConfig) -> None:
         if not isinstance(reason := sampler.reject(group), str | None):
             raise Broken(f"reject gave {reason!r}, expected why no member may train, or None")
 
-    for name, value in sampler.metrics().items():
-        if not isinstance(name, str) or not isinstance(value, int | float):
-            raise Broken(f"metrics gave {name!r}: {value!r}, expected a number by its name")
+    check_numbers("metrics", sampler.metrics())
 
 
 BY_KIND: dict[str, tuple[Check, ...]] = {
@@ -164,7 +215,7 @@ NEEDS = {
     "view": "the files of a run",
     "weight_transport": "a trainer and an engine",
 }
-"""What the other kinds need, which the kit does not have."""
+"""What the other kinds need and the kit does not have."""
 
 
 def check_offer(kind: str, cls: type[Offer], config: PluginConfig) -> Report:
@@ -172,4 +223,6 @@ def check_offer(kind: str, cls: type[Offer], config: PluginConfig) -> Report:
     with logged_metrics(cls.name):
         outcomes = tuple(run(check, cls, config) for check in BY_KIND.get(kind, ()))
     said = f"{kind}s need {NEEDS.get(kind, 'a run')}, which the kit lacks: test it in a short run"
-    return Report(kind, cls.name, outcomes or (Outcome("conformance", "", "skipped", said),))
+    return Report(
+        kind, cls.name, outcomes or (Outcome("conformance", "", status="skipped", message=said),)
+    )

@@ -27,22 +27,24 @@ class OwnTime:
     def seconds(self) -> float:
         """Since the clock was made."""
         wall = time.perf_counter()
-        found = delays()
+        by_thread = delays()
         # The thread that waited longest: threads that wait for each other all wait at once.
-        waited = max((s - self._delays.get(thread, 0.0) for thread, s in found.items()), default=0)
+        waited = max(
+            (s - self._delays.get(thread, 0.0) for thread, s in by_thread.items()), default=0
+        )
         self._seconds += wall - self._wall - waited
         self._wall = wall
-        self._delays = found
+        self._delays = by_thread
         return self._seconds
 
 
 def delays() -> dict[str, float]:
     """Seconds that each thread of this process has waited for a CPU."""
-    found = {}
+    seconds = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended
-            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
-    return found
+            seconds[file.parent.name] = int(file.read_text("utf-8").split()[1]) / 1e9
+    return seconds
 
 
 @contextmanager

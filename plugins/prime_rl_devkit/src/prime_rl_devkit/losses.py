@@ -7,9 +7,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.registry.components import Component
-from prime_rl.streams import TOP_IDS
+from prime_rl_devkit.algorithms.gradient import loss_probe
 from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 WITH_GRADIENT = ("trainer_logprobs", "entropies", "top_logprobs")
@@ -21,10 +21,13 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
     need_torch()
     import torch
 
-    inputs = _loss_inputs(cls)
+    inputs = _loss_inputs(cls, config)
     outputs = cls(config)(inputs)
     if not isinstance(outputs, LossOutputs) or outputs.loss.dim():
         raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
+    for name, value in outputs.metrics.items():
+        if not isinstance(value, torch.Tensor | TokenMetric):
+            raise Broken(f"the metric {name!r} is {value!r}, expected a tensor or a TokenMetric")
     loss: Any = outputs.loss
     _need_gradient(inputs, loss)
     loss.backward()
@@ -42,31 +45,19 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
 
 def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
     """It is summed, not averaged: twice the tokens give twice the loss. With a scope beyond
-    ``token``: not the same."""
+    ``token``, only that the two losses differ."""
     need_torch()
-
-    component = Component(cls.name, cls)
     if cls.normalize_by != "tokens":
         raise NotApplicable("it is no sum over tokens")
-    once, twice = (cls(config)(_loss_inputs(cls, n)).loss.item() for n in (1, 2))
-    if component.scope != "token":
-        if abs(once) > 1e-6 and abs(twice - once) < 1e-4 * abs(once):
-            raise Broken(
-                f"6 tokens give {once:.6g}, and so do the same ones twice: it is a mean. Return "
-                "the sum; the trainer divides by the global count of member tokens. For a term per "
-                'sequence declare normalize_by = "sequences".'
-            )
-    elif abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
-        raise Broken(
-            f"one copy gives {once:.6g}, two give {twice:.6g}, expected {2 * once:.6g}. Return "
-            "the sum; the trainer divides by the global count of member tokens."
-        )
+    problem = loss_probe().mean_of(cls, cls(config))
+    if problem:
+        raise Broken(problem)
 
 
 def weighs_each_term(cls: type[Loss], config: PluginConfig) -> None:
     """Each term is multiplied by its ``loss_weights``: twice the weights give twice the loss."""
     need_torch()
-    inputs = _loss_inputs(cls)
+    inputs = _loss_inputs(cls, config)
     assert inputs.loss_weights is not None
     heavy = replace(inputs, loss_weights=2 * inputs.loss_weights)
     once, twice = (cls(config)(each).loss.item() for each in (inputs, heavy))
@@ -78,31 +69,14 @@ def weighs_each_term(cls: type[Loss], config: PluginConfig) -> None:
 
 
 def keeps_to_its_scope(cls: type[Loss], config: PluginConfig) -> None:
-    """With ``scope = "token"``, a token's gradient depends on that token alone."""
+    """With ``scope = "token"``, a token's gradient depends on that token alone, in every column."""
     need_torch()
-    import torch
-
     if Component(cls.name, cls).scope != "token":
         raise NotApplicable("its scope is not 'token'")
-
-    def gradient(logprobs: torch.Tensor) -> torch.Tensor:
-        inputs = replace(_loss_inputs(cls), trainer_logprobs=logprobs.requires_grad_())
-        loss = cls(config)(inputs).loss
-        _need_gradient(inputs, loss)
-        torch.autograd.backward(loss)
-        if logprobs.grad is None:
-            raise NotApplicable("the loss does not depend on inputs.trainer_logprobs")
-        return logprobs.grad
-
-    before = _loss_inputs(cls).trainer_logprobs.detach()
-    moved = before.clone()
-    moved[0] -= 0.01
-    changed = (gradient(before) - gradient(moved))[1:].abs().max().item()
-    if changed > 1e-6:
-        raise Broken(
-            f"log π of token 0 changed the gradient of other tokens by {changed:.3g}. Declare the "
-            "scope that one call has to see whole: 'sequence', 'rollout' or 'group'."
-        )
+    _need_gradient(inputs := _loss_inputs(cls, config), cls(config)(inputs).loss)
+    problem = loss_probe().leak_of(cls, cls(config))
+    if problem:
+        raise Broken(problem)
 
 
 def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
@@ -112,7 +86,7 @@ def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
     import torch
 
     component = Component(cls.name, cls)
-    inputs = _loss_inputs(cls)
+    inputs = _loss_inputs(cls, config)
     absent = {name for name, default in component.defaults.items() if default is None}
     streams = {n: None if n in absent else column for n, column in inputs.streams.items()}
     less = replace(inputs, streams=streams)
@@ -144,50 +118,16 @@ def _need_gradient(inputs: LossInputs, loss: Any) -> None:
         )
 
     leaves = [leaf for name in WITH_GRADIENT if (leaf := getattr(inputs, name)) is not None]
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    if all(each is None for each in found):
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    if all(each is None for each in gradients):
         raise NotApplicable("the loss does not depend on log π")
 
 
-def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
-    """Six tokens, the last off the mask; on the policy, above and below it. Streams that the loss
-    reads are 0.5; those that begin with ``top_`` have log(1/4) and log(1/8) for each token."""
-    import torch
-
-    given = {
-        "trainer_logprobs": torch.tensor([0.9, 0.1, 0.5, 0.5, 0.3, 0.05]).log(),
-        "inference_logprobs": torch.tensor([0.6, 0.4, 0.5, 0.2, 0.55, 0.06]).log(),
-        "ref_logprobs": torch.tensor([0.8, 0.2, 0.7, 0.4, 0.3, 0.9]).log(),
-        "advantages": torch.tensor([1.0, -0.75, 0.5, -0.5, 0.25, 2.0]),
-        "loss_mask": torch.tensor([True, True, True, True, True, False]),
-        "loss_weights": torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
-    }
-    component = Component(cls.name, cls)
-    if "advantages" not in component.streams:
-        given["advantages"] = torch.full((6,), torch.nan)
-    given |= {name: torch.full((6,), 0.5) for name in component.computed}
-    given |= {name: given[name].long() for name in component.computed if name.endswith("_ids")}
-    if "top_logprobs" in given:
-        given["top_logprobs"] = torch.tensor([[0.5, 0.25]] * 6).log()
-    read = {
-        name: torch.tensor([[0.25, 0.125]] * 6).log() if name.startswith("top_")
-        else given.get(name, torch.full((6,), 0.5))
-        for name in component.streams
-    }  # fmt: skip
-    if TOP_IDS in read:
-        read[TOP_IDS] = torch.arange(12, dtype=torch.int32).view(6, 2)
-    known, streams = (
-        {name: torch.cat([column] * copies) for name, column in columns.items()}
-        for columns in (given, read)
-    )
-    for name in known.keys() & set(WITH_GRADIENT):
-        known[name].requires_grad_()
-    for column in streams.values():
-        if column.is_floating_point() and not column.requires_grad:
-            column.requires_grad_()  # it may be the output of a head
-
-    inputs = LossInputs(**known, streams=streams)
-    return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
+def _loss_inputs(cls: type[Loss], config: PluginConfig) -> LossInputs:
+    probe = loss_probe()
+    shape = probe.fitting_shape(cls, cls(config))
+    inputs: LossInputs = probe.probe_inputs(cls, vectors=shape)
+    return inputs
 
 
 CHECKS: tuple[Callable[[type[Any], PluginConfig], None], ...] = (

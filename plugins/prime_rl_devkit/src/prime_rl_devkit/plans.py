@@ -41,18 +41,18 @@ async def check_plans(
 
 
 async def _check_form(hooks: Hooks, prompt: Any, temperature: float | None) -> None:
-    own = deepcopy(prompt)
+    copied = deepcopy(prompt)
     for member in range(2):
         place = {"env": "kit", "group_id": 1, "example_id": 2, "member": member}
         plan = RolloutPlan.model_validate(
-            {**place, "prompt": own, "temperature": temperature or 1.0}
+            {**place, "prompt": copied, "temperature": temperature or 1.0}
         )
         await hooks.prepare_rollout(plan)
         train_sampling(plan)  # raises for what was changed in place
         changed = [key for key, value in place.items() if getattr(plan, key) != value]
         if changed:
             raise Broken(f"it set plan.{changed[0]}, which says which rollout this is. Leave it.")
-        if own != prompt:
+        if copied != prompt:
             raise Broken(
                 "it changed the example's own messages, so the change stays for later rollouts. "
                 "Assign new ones: plan.prompt = [...]."

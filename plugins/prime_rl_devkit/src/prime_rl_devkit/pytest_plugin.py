@@ -80,16 +80,16 @@ def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
     return [
         Subject(
             offered.cls,
-            settings_of(offered.cls, ALGORITHM, settings, "--prime-rl-set"),
-            conformance_group,
-            conformance_host,
+            settings_of(offered.cls, ALGORITHM, settings=settings, where="--prime-rl-set"),
+            make_group=conformance_group,
+            make_host=conformance_host,
         )
         for offered in _offered(ALGORITHM, name)
     ]
 
 
 def engines_named(name: str, settings: dict[str, Any]) -> list[Any]:
-    """The engines of a name, not started yet. Raises ``ConfigError``."""
+    """Engines by name that are not started yet. Raises ``ConfigError``."""
     from prime_rl.registry.offers import ENGINE
     from prime_rl_devkit.engines.bench import Bench
 

@@ -26,6 +26,7 @@ from prime_rl import (
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.registry.components import installed_losses
+from prime_rl.registry.guards import is_number
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 from prime_rl.testing import FakeHost, conformance_group
 from prime_rl.testing.scoring import TASK
@@ -46,10 +47,20 @@ def source_gives_groups(cls: type[Source], config: PluginConfig) -> None:
             if not rollout.num_trainable_tokens or not math.isfinite(rollout.reward):
                 raise Broken(f"a rollout has no token to train, or the reward {rollout.reward}")
 
+    for name, value in source_metrics(cls, config).items():
+        if not is_number(value):
+            raise Broken(f"metrics gave {name!r}: {value!r}, expected a number by its name")
     known = {*installed_losses().installed, "rl", OBSERVATION_WEIGHTS.removesuffix(WEIGHTS)}
     unknown = sorted(cls.feeds - known)
     if unknown:
         raise Broken(f"feeds names {unknown[0]!r}, which is no installed loss")
+
+
+def source_metrics(cls: type[Source], config: PluginConfig) -> dict[str, Any]:
+    """Those of a source that has given a group."""
+    source = cls(config)
+    asyncio.run(_groups(source, (0,)))
+    return dict(source.metrics())
 
 
 def source_resumes(cls: type[Source], config: PluginConfig) -> None:
@@ -65,10 +76,10 @@ def source_resumes(cls: type[Source], config: PluginConfig) -> None:
         asyncio.run(_set_up(resumed))
         resumed.load(Path(folder))
 
-    found = asyncio.run(_groups(resumed, (2, 3, 4), set_up=False))
-    if _tokens(found) != _tokens(expected):
+    groups = asyncio.run(_groups(resumed, (2, 3, 4), set_up=False))
+    if _tokens(groups) != _tokens(expected):
         raise Broken(
-            f"after save and load it gives {_tokens(found)[:1]}, expected {_tokens(expected)[:1]}"
+            f"after save and load it gives {_tokens(groups)[:1]}, expected {_tokens(expected)[:1]}"
         )
 
 
@@ -129,9 +140,9 @@ def monitor_logs(cls: type[Monitor], config: PluginConfig) -> None:
         finally:
             monitor.close()
 
-    found = different(streams(group), before)
-    if found:
-        raise Broken(f"log_rollouts changed the rollouts: {found}. Work on a copy.")
+    difference = different(streams(group), before)
+    if difference:
+        raise Broken(f"log_rollouts changed the rollouts: {difference}. Work on a copy.")
 
 
 def launcher_runs_a_process(cls: type[Launcher], config: PluginConfig) -> None:
@@ -146,7 +157,7 @@ def launcher_runs_a_process(cls: type[Launcher], config: PluginConfig) -> None:
             missing = {"quick", "slow"} - {*places}
             if missing:
                 raise Broken(f"place gave none to {', '.join(sorted(missing))}")
-            _runs(launcher, quick, slow, Path(folder))
+            _runs(launcher, quick, slow=slow, folder=Path(folder))
         except (ConfigError, RunError) as error:
             raise NotApplicable(f"it needs what is not here: {error}") from error
         finally:
@@ -194,13 +205,13 @@ def model_is_reproducible(cls: type[ModelMaker], config: PluginConfig) -> None:
     if find_spec("torch") is None:
         raise NotApplicable("torch is not installed")
     shares: list[float] = []
-    found = []
+    digests = []
     for _ in range(2):
         with TemporaryDirectory() as folder:
             cls(config).make(Path(folder), 0, lambda state, share: shares.append(share))
-            found.append({p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()})
+            digests.append({p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()})
 
-    first, again = found
+    first, again = digests
     if "config.json" not in first or not any(name.endswith(".safetensors") for name in first):
         raise Broken(f"it wrote {sorted(first)}, expected config.json and safetensors")
     changed = [name for name in first if first[name] != again.get(name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -12,11 +12,40 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from prime_rl_devkit.distributions import Distribution
+
+
+def print_distributions(rows: Sequence[Distribution]) -> None:
+    """Print one row per distribution. Where no index declares its offers: its summary."""
+    table = Table(title="prime-rl plugins", title_justify="left", box=SIMPLE_HEAD)
+    for title in ("distribution", "version"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("plugins")
+    table.add_column("offers", ratio=1)
+    for row in rows:
+        lines = (f"{kind}: {', '.join(names)}" for kind, names in row.offers.items())
+        offers = Text("\n".join(lines)) if row.offers else Text(row.summary, "dim")
+        table.add_row(
+            row.name,
+            row.version,
+            "\n".join(row.plugins),
+            Text(f"broken: {row.error}", "red") if row.error else offers,
+        )
+
+    console = Console()
+    console.print(table)
+    console.print(
+        "Nothing was imported. prime-rl plugins list --verbose imports each plugin: hooks, all "
+        "offers, and what is broken. prime-rl plugins show NAME shows one with its settings.",
+        style="dim",
+    )
+
 
 def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
     """Print one row per plugin."""
     table = Table(title="prime-rl plugins", title_justify="left", box=SIMPLE_HEAD)
-    for title in ("plugin", "distribution", "version"):
+    for title in ("plugin", "distribution", "version", "contract"):
         table.add_column(title, no_wrap=True)
     table.add_column("offers")
     for row in rows:
@@ -26,10 +55,29 @@ def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
             row["plugin"],
             row["distribution"],
             row["version"],
+            str(row["contract"]),
             Text(f"broken: {row['error']}", "red") if row["error"] else offers,
         )
 
     Console().print(table)
+
+
+def print_found(rows: Sequence[dict[str, Any]]) -> None:
+    """Print one row per package of the index."""
+    table = Table(title="packages for prime-rl", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("package", no_wrap=True)
+    table.add_column("what it is, and what it offers")
+    table.add_column("installed", no_wrap=True)
+    for row in rows:
+        offers = _some([*row["offers"]])
+        place = "" if not row["source"].startswith("https://") else f"\n{row['source']}"
+        table.add_row(
+            row["distribution"], Text(f"{row['summary']}\n{offers}{place}"), row["installed"]
+        )
+
+    Console().print(table)
+    if any(not row["installed"] for row in rows):
+        Console().print("pip install PACKAGE adds one.")
 
 
 def _some(names: list[str], most: int = 8) -> str:

@@ -33,13 +33,24 @@ def run(
     try:
         measured = check(*subject)
     except NotApplicable as reason:
-        return Outcome(name, promise, "skipped", str(reason))
+        return Outcome(name, promise, status="skipped", message=str(reason))
     except Broken as error:
-        return Outcome(name, promise, "failed", str(error), error)
+        return Outcome(name, promise, status="failed", message=str(error), error=error)
+    except SystemExit as error:
+        said = f"it raised SystemExit({error.code!r}), which would end a run. Raise what is wrong"
+        return Outcome(name, promise, status="failed", message=said, error=error)
     except Exception as error:
-        return Outcome(name, promise, "failed", unexpected(error), error)
+        return Outcome(name, promise, status="failed", message=unexpected(error), error=error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # CancelledError and GeneratorExit pass every `except Exception`
+        said = (
+            f"it raised {type(error).__name__}, which is no Exception: a run would take it for the "
+            "end of one of its own tasks. Catch it in the hook, and raise what is wrong"
+        )
+        return Outcome(name, promise, status="failed", message=said, error=error)
 
-    return Outcome(name, promise, "passed", measured or "")
+    return Outcome(name, promise, status="passed", message=measured or "")
 
 
 def run_all(
@@ -53,7 +64,9 @@ def run_all(
     lost: Outcome | None = None
     for name, check in checks.items():
         if lost is not None:
-            outcomes.append(Outcome(name, promise_of(check), "skipped", f"{lost.check} failed"))
+            outcomes.append(
+                Outcome(name, promise_of(check), status="skipped", message=f"{lost.check} failed")
+            )
             continue
         outcome = run_check(name)
         outcomes.append(outcome)

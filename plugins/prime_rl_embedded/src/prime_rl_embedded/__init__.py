@@ -11,13 +11,19 @@ from typing import Literal, cast
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, Removed, hookimpl
 from prime_rl.rundir.machine import visible_gpus
 from prime_rl_broadcast.group import TRANSPORTS
 
 
 class EmbeddedConfig(PluginConfig):
     """``[inference.embedded]``."""
+
+    removed = {
+        "share_prefixes": Removed(
+            default=True, instead="Identical prompts (those of a group) are always read once."
+        )
+    }
 
     num_slots: PositiveInt = 128
     """Requests that generate at the same time; the rest wait in a queue."""
@@ -32,8 +38,6 @@ class EmbeddedConfig(PluginConfig):
     """Torch threads on CPU. 1 is fastest if the trainer shares the machine."""
     max_prefill_tokens: PositiveInt | None = None
     """Prompt tokens admitted per step. None: 1,024 on CPU (fits its caches), else 8,192."""
-    share_prefixes: bool = True
-    """Prefill identical prompts (those of a group) once and copy their KV."""
     prefix_cache_mib: NonNegativeInt = 0
     """Memory for keys and values of ended requests, so that the next turn of a conversation, or a
     question with the same solved examples, computes only what is new. Two runs of one seed then
@@ -48,6 +52,11 @@ class Embedded(Engine):
     name = "embedded"
     receives = TRANSPORTS
     config_class = EmbeddedConfig
+
+    @property
+    def capacity(self) -> int:
+        """``num_slots``."""
+        return cast(EmbeddedConfig, self.config).num_slots
 
     @property
     def dtype(self) -> str | None:
@@ -76,6 +85,8 @@ class Embedded(Engine):
         argv = [sys.executable, "-P", "-m", "prime_rl_embedded.server", *roots]
         if launch.wait_for_model:
             argv.append("--wait-for-model")
+        if launch.records_routes:
+            argv.append("--record-routes")
         for option, value in options.items():
             if value is not None:
                 argv += [f"--{option}", str(value)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,11 @@ class Admin:
         self._check(http)
         body = decode_update(await read_body(http, MAX_UPDATE_BYTES), self._roots)
         async with self._updating:
-            version = await self._swap(body)
-        return JSONResponse({"status": "ok", "version": version})
+            version, seconds = await self._swap(body)
+        return JSONResponse({"status": "ok", "version": version, "paused_seconds": seconds})
 
-    async def _swap(self, body: UpdateBody) -> int:
+    async def _swap(self, body: UpdateBody) -> tuple[int, float]:
+        """The new version, and the seconds for which no step could run."""
         scheduler = self.engine.scheduler
         module = scheduler.model.module
         try:
@@ -96,9 +98,12 @@ class Admin:
             apply_weights(weights, module)
             scheduler.model.forward.weights_changed()
 
-        swap = self.engine.call(lambda: scheduler.swap_weights(apply, new))
-        await asyncio.wrap_future(swap)
-        return new
+        def swap() -> float:
+            started = time.perf_counter()
+            scheduler.swap_weights(apply, new)
+            return time.perf_counter() - started
+
+        return new, await asyncio.wrap_future(self.engine.call(swap))
 
     def _load(self, body: UpdateBody, module: Any) -> dict[str, Tensor]:
         if body.meeting is None:

@@ -154,7 +154,7 @@ def _runs(row: int, starts: Sequence[int], ends: Sequence[int]) -> list[PromptRu
         if same:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            runs.append(PromptRun(row, start, 1, end - start))
+            runs.append(PromptRun(row, start, count=1, length=end - start))
         row += 1
 
     return runs
@@ -176,7 +176,9 @@ def attend(
     widths = key.shape[-1], value.shape[-1]
     if plan.num_decode:
         cached = plan.stored(layer, slice(0, plan.num_decode), plan.context, widths)
-        parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
+        parts.append(
+            _attend_rows(plan, cached, query=query[: plan.num_decode], scale=scale, window=window)
+        )
 
     start = plan.num_decode
     for run in plan.prompts:
@@ -187,7 +189,11 @@ def attend(
             keys, values = plan.stored(layer, rows, run.start + run.length, widths)
         else:
             keys, values = (_by_prompt(run, each[tokens]) for each in (key, value))
-        parts.append(_attend_prompts(run, query[tokens], keys, values, scale, window))
+        parts.append(
+            _attend_prompts(
+                run, query[tokens], keys=keys, values=values, scale=scale, window=window
+            )
+        )
         start = end
 
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -212,9 +218,9 @@ def _attend_rows(
     grouped = query.reshape(rows, num_kv_heads, -1, query.shape[-1])
     mask = plan.decode_mask(window, query.dtype)
     if query.dtype == torch.float32 and query.device.type == "cpu":
-        runs = plan.runs if window is None else [RowRun(0, rows, 0, plan.context)]
+        runs = plan.runs if window is None else [RowRun(0, rows, prefix=0, context=plan.context)]
         scaled = grouped * (query.shape[-1] ** -0.5 if scale is None else scale)
-        parts = [attend_run(run, scaled, keys, values, mask) for run in runs]
+        parts = [attend_run(run, scaled, keys=keys, values=values, mask=mask) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
@@ -299,7 +305,15 @@ def slot_attention(
     flat_query, flat_key, flat_value = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = module.layer_idx
     assert isinstance(layer, int)
-    out = attend(plan, layer, flat_query, flat_key, flat_value, scaling, sliding_window)
+    out = attend(
+        plan,
+        layer,
+        query=flat_query,
+        key=flat_key,
+        value=flat_value,
+        scale=scaling,
+        window=sliding_window,
+    )
     return out.view(1, query.shape[2], query.shape[1], -1), None
 
 

@@ -33,12 +33,15 @@ from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling
 
 MEDIA_TYPE = "application/octet-stream"
 MAX_ABORT_BYTES = 2**20
-TOGETHER = 256
-"""Requests that are read without a pause for other work of the event loop."""
+TOGETHER = 2**20
+"""Bytes of requests that are read without a pause for other work of the event loop: some
+milliseconds."""
+LEAST = 2**12
+"""Bytes that the smallest request counts as."""
 
 
 class ReceivedRequest(BatchRequest, kw_only=True, omit_defaults=True):
-    """A request of a client. Its sampling parameters are decoded later, as what they are."""
+    """A request of a client. Its sampling parameters are decoded later, with their own types."""
 
     sampling_params: msgspec.Raw = msgspec.Raw(b"\x80")  # type: ignore[assignment]  # narrower here
 
@@ -65,10 +68,10 @@ class Batches:
 
     async def abort(self, http: HTTPRequest) -> Response:
         names = _decode(await read_body(http, MAX_ABORT_BYTES), Abort).request_ids
-        found = [self._running[name] for name in names if name in self._running]
-        for request in found:
+        running = [self._running[name] for name in names if name in self._running]
+        for request in running:
             self.engine.abort(request)
-        return JSONResponse({"aborted": len(found)})
+        return JSONResponse({"aborted": len(running)})
 
     async def _answers(self, requests: Sequence[ReceivedRequest]) -> AsyncIterator[bytes]:
         """Frames, as many at a time as are ready. Leaving the iteration aborts what still runs."""
@@ -76,9 +79,12 @@ class Batches:
         ended: asyncio.Queue[Answer] = asyncio.Queue()
         running: list[Request] = []
         try:
+            num_read = 0
             for index, given in enumerate(requests):
-                if index and index % TOGETHER == 0:
+                if num_read > TOGETHER:
                     await asyncio.sleep(0)
+                    num_read = 0
+                num_read += LEAST + len(given.token_ids) + len(given.sampling_params)
                 try:
                     request = self._request(given)
                     self.engine.check_room(1)
@@ -147,13 +153,21 @@ class Batches:
             status = 500 if self.engine.closed is None else 503
             return Answer(index=index, status=status, error=request.error or "the engine failed")
 
-        return Answer(
+        answer = Answer(
             index=index,
             token_ids=ids_to_bytes(request.token_ids),
             logprobs=logprobs_to_bytes(request.logprobs),
             finish_reason=request.finish_reason,
             versions=request.version_spans(),
         )
+        if request.routes is not None:
+            start = request.params.routes_start
+            routes = request.routes[start:]
+            answer.routes = routes.tobytes()
+            answer.routes_shape = routes.shape
+            answer.routes_dtype = routes.dtype.name
+            answer.routes_start = start
+        return answer
 
 
 Body = TypeVar("Body")

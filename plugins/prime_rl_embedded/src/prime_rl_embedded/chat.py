@@ -106,7 +106,13 @@ class Chat:
         return [
             self.texts.answer(
                 index,
-                Request(prompt, choice, request_id, body.cache_salt, body.priority or 0),
+                Request(
+                    prompt,
+                    choice,
+                    request_id=request_id,
+                    salt=body.cache_salt,
+                    priority=body.priority or 0,
+                ),
                 body.stop,
                 body.skip_special_tokens,
             )
@@ -169,8 +175,8 @@ class Chat:
         for i in range(start, end):
             row = request.top_logprobs[i] if request.top_logprobs else []
             alternatives = [self._entry(s.token_id, s.logprob) for s in row]
-            own = self._entry(request.token_ids[i], request.logprobs[i])
-            entries.append(own | {"top_logprobs": alternatives})
+            entry = self._entry(request.token_ids[i], request.logprobs[i])
+            entries.append(entry | {"top_logprobs": alternatives})
         return entries
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,7 @@ from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import (
     MAX_ANSWERS,
     SamplingFields,
+    check_choices,
     check_entries,
     check_model,
     check_prompt,
@@ -43,7 +45,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     echo: bool | None = None
     """The answer begins with the prompt."""
     logprobs: int | None = None
-    """Of each token, and of that many of the most likely ones."""
+    """Report the logprob of each token, and those of this many of the likeliest tokens."""
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -90,21 +92,21 @@ class Completions:
         return await self.texts.in_thread(response)
 
     async def _tokens(self, body: CompletionBody) -> list[list[int]]:
-        """Those of each prompt. Raises ``RequestError``."""
+        """The tokens of each prompt. Raises ``RequestError``."""
         tokenizing = await self.texts.load_tokenizer()
         special = body.add_special_tokens is not False
 
         def tokens() -> list[list[int]]:
-            found = []
+            pieces = []
             for prompt in _prompts(body.prompt):
                 if isinstance(prompt, str):
                     ids = tokenizing.text(prompt, special=special)
                 else:
                     ids = prompt
                 check_prompt(ids, self.limits, scoring=body.max_tokens == 0)
-                found.append(ids)
+                pieces.append(ids)
 
-            return found
+            return pieces
 
         return await self.texts.in_thread(tokens)
 
@@ -112,16 +114,28 @@ class Completions:
         n = body.n or 1
         if body.echo:
             check_entries(sum(map(len, prompts)), body.logprobs)
+        body.max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        alternatives = body.logprobs or 0
+        # Once, and not for each prompt: a body may have thousands of both prompts and stop tokens.
+        shared = resolve_sampling(
+            body,
+            min(map(len, prompts)),
+            self.limits,
+            top_logprobs=alternatives,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        check_choices(n * len(prompts), shared.max_tokens, alternatives)
         answers: list[Answer] = []
         for ids in prompts:
-            body.max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
-            scored = body.logprobs if body.echo else None
-            params = resolve_sampling(
-                body, len(ids), self.limits, top_logprobs=body.logprobs or 0, prompt_logprobs=scored
-            )
+            room = max(self.limits.max_model_len - len(ids), 1)
+            params = replace(shared, max_tokens=min(shared.max_tokens, room))
             for choice in choices_of(params, n):
                 request = Request(
-                    list(ids), choice, body.request_id or "", body.cache_salt, body.priority or 0
+                    ids,
+                    choice,
+                    request_id=body.request_id or "",
+                    salt=body.cache_salt,
+                    priority=body.priority or 0,
                 )
                 answers.append(
                     self.texts.answer(len(answers), request, body.stop, body.skip_special_tokens)
@@ -140,7 +154,7 @@ class Completions:
 
     async def _chunks(self, body: CompletionBody, answer: Answer) -> AsyncIterator[dict[str, Any]]:
         sent = 0
-        before = self._echo(body, answer)
+        before = await self.texts.in_thread(self._echo, body, answer)
         async for _ in self.texts.grow(answer):
             text = before + answer.text.text[sent : answer.text.shown]
             if text:
@@ -193,18 +207,18 @@ class Completions:
     def _alternatives(
         self, text: str, logprob: float | None, top: Sequence[TokenScore]
     ) -> dict[str, float] | None:
-        """By text: the most likely tokens, and the token itself. Of two tokens with one text, the
-        likelier."""
+        """By text: the most likely tokens, and the token itself. If two tokens have the same text,
+        the likelier one."""
         if logprob is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for name, value in [
             *((self.texts.token(s.token_id), s.logprob) for s in top),
             (text, logprob),
         ]:
-            found[name] = max(found.get(name, MIN_LOGPROB), value)
+            logprobs[name] = max(logprobs.get(name, MIN_LOGPROB), value)
 
-        return found
+        return logprobs
 
 
 def _check(body: CompletionBody) -> None:

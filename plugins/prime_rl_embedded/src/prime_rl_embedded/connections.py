@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 STALL_SECONDS = 30.0
 """For the head of a request to come, and for a client to read any part of its answer."""
 HEAD_BYTES = 2**16
-"""Of a request without its body: its head, and its trailers."""
+"""Most bytes of a request's head, and of its trailers."""
 FRAMING = 8
 """Bytes that may come with each byte of a body: clients may send it in chunks of one byte."""
 

@@ -23,9 +23,11 @@ from prime_rl_kernels.products import HAS_ONEDNN, independent_rows
 
 LENGTH_BUCKET = 16
 """Decoding reads a multiple of 16 positions, so that its shapes change every 16 steps only."""
-_FEWEST_OWN = 64
-"""Torch sums smaller products in another order."""
 _CHUNK = 128
+"""Positions of one product of shares and values."""
+_SHORTEST_CHUNK = 64
+"""Torch has another kernel, which sums in another order, for products of fewer than 400 terms: 16
+positions of one head with 16 dimensions are 256."""
 _PREFIX_BUCKET = 64
 _SHORTEST_PREFIX = 960
 """With fewer positions, a row that shares with none would take much longer."""
@@ -60,10 +62,9 @@ def row_runs(
     runs: list[RowRun] = []
     last = None
     for row, (position, (length, owner)) in enumerate(zip(positions, prefixes, strict=True)):
-        context = max(-(-(position + 1) // LENGTH_BUCKET) * LENGTH_BUCKET, length + _FEWEST_OWN)
-        context = min(context, capacity)
+        context = min(length + _padded(position + 1 - length), capacity)
         if not runs or runs[-1].prefix != length:
-            runs.append(RowRun(row, row, length, context))
+            runs.append(RowRun(row, row, prefix=length, context=context))
             last = None
 
         run = runs[-1]
@@ -79,6 +80,15 @@ def row_runs(
     return runs
 
 
+def _padded(own: int) -> int:
+    """Own positions to read: a multiple of ``LENGTH_BUCKET`` whose last chunk is not too short."""
+    rounded = -(-max(own, 1) // LENGTH_BUCKET) * LENGTH_BUCKET
+    last_chunk = rounded % _CHUNK
+    if 0 < last_chunk < _SHORTEST_CHUNK:
+        rounded += _SHORTEST_CHUNK - last_chunk
+    return rounded
+
+
 def attend_run(run: RowRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Each row's newest token attends to its row of the cache.
 
@@ -91,22 +101,31 @@ def attend_run(run: RowRun, query: Tensor, keys: Tensor, values: Tensor, mask: T
         [rows of the run, G * M * E].
     """
     rows = slice(run.first, run.end)
-    own = slice(run.prefix, run.context)
-    count, heads, group = run.end - run.first, *query.shape[1:3]
+    after_prefix = slice(run.prefix, run.context)
+    count = run.end - run.first
+    heads, group = query.shape[1:3]
     if count * heads == 1:  # alone, it may be summed in another order
-        pair = RowRun(0, 2, run.prefix, run.context, [slice(0, 2)] if run.sharing else [])
+        pair = RowRun(
+            0,
+            2,
+            prefix=run.prefix,
+            context=run.context,
+            sharing=[slice(0, 2)] if run.sharing else [],
+        )
         doubled = (x[rows].repeat(2, 1, 1, 1) for x in (query, keys, values, mask))
         return attend_run(pair, *doubled)[:1]
 
     queries = query[rows].flatten(0, 1).transpose(1, 2)
-    found = torch.bmm(keys[rows, :, own].flatten(0, 1), queries)  # [R * G, C, M]
-    found = found.view(count, heads, -1, group).transpose(2, 3)
+    products = torch.bmm(keys[rows, :, after_prefix].flatten(0, 1), queries)  # [R * G, C, M]
+    products = products.view(count, heads, -1, group).transpose(2, 3)
     scores = query.new_empty(count, heads, group, run.context)
-    torch.add(found, mask[rows, :, :, own], out=scores[..., run.prefix :])
+    torch.add(products, mask[rows, :, :, after_prefix], out=scores[..., run.prefix :])
     for each, here in _parts(run):
         scores[here, ..., : run.prefix] = _shared(query[each], keys[each.start, :, : run.prefix])
     shares = scores.softmax(-1)
-    out = _weighted(shares[..., run.prefix :].flatten(0, 1), values[rows, :, own].flatten(0, 1))
+    out = _weighted(
+        shares[..., run.prefix :].flatten(0, 1), values[rows, :, after_prefix].flatten(0, 1)
+    )
     out = out.view(count, heads, group, -1)
     for each, here in _parts(run):
         prefix = values[each.start, :, : run.prefix].transpose(1, 2)

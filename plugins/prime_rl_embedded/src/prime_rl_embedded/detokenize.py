@@ -75,11 +75,11 @@ class TextStream:
 
     def _cut(self, start: int) -> None:
         longest = max((len(s) for s in self._stop), default=0)
-        found = [
+        matches = [
             (at, s) for s in self._stop if (at := self.text.find(s, max(0, start - longest))) >= 0
         ]
-        if found:
-            at, self.stopped = min(found)
+        if matches:
+            at, self.stopped = min(matches)
             self.text = self.text[:at]
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl_embedded.attention import BatchPlan, attend
-from prime_rl_kernels.products import Packed, pad_rows
+from prime_rl_kernels.products import PackedWeight, pad_rows
 
 # Rotary embeddings that depend on the position only, so one table of cos and sin serves all
 # sequences. Other types change with the sequence's length.
@@ -36,17 +36,17 @@ class _Layer:
     """Weights of one decoder layer. Projections are [out, in], as in ``nn.Linear``."""
 
     attention_norm: nn.Module
-    qkv: Packed
+    qkv: PackedWeight
     """[(H + 2G) * D, E]"""
     qkv_bias: Tensor | None
     query_norm: nn.Module | None
     key_norm: nn.Module | None
-    out: Packed
+    out: PackedWeight
     """[E, H * D]"""
     mlp_norm: nn.Module
-    gate_up: Packed
+    gate_up: PackedWeight
     """[2I, E]"""
-    down: Packed
+    down: PackedWeight
     """[E, I]"""
     scale: float
     window: int | None
@@ -71,7 +71,7 @@ class FusedForward:
         self.num_kv_heads: int = config.num_key_value_heads
         self.embedding = body.embed_tokens
         self.norm = body.norm
-        self.head = Packed(model.lm_head.weight)
+        self.head = PackedWeight(model.lm_head.weight)
         self.head_bias = model.lm_head.bias
         self.layers = [_fuse_layer(layer) for layer in body.layers]
         positions = torch.arange(max_len, device=self.embedding.weight.device)[None]
@@ -100,7 +100,7 @@ class FusedForward:
         sin = self.sin[plan.positions]
         for i, layer in enumerate(self.layers):
             attended = self._attention(
-                i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
+                i, layer, x=_rms_norm(hidden, layer.attention_norm), cos=cos, sin=sin, plan=plan
             )
             hidden = layer.out(pad_rows(attended), added=hidden)
             hidden = layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)), added=hidden)
@@ -128,7 +128,9 @@ class FusedForward:
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
         query = qk[:, : self.num_heads]
         key = qk[:, self.num_heads :]
-        return attend(plan, index, query, key, value, layer.scale, layer.window)
+        return attend(
+            plan, index, query=query, key=key, value=value, scale=layer.scale, window=layer.window
+        )
 
 
 def _demand(condition: bool, reason: str) -> None:
@@ -147,14 +149,14 @@ def _fuse_layer(layer: Any) -> _Layer:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Layer(
         attention_norm=layer.input_layernorm,
-        qkv=Packed(_join(*(p.weight for p in projections))),
+        qkv=PackedWeight(_join(*(p.weight for p in projections))),
         qkv_bias=None if projections[0].bias is None else _join(*(p.bias for p in projections)),
         query_norm=getattr(attention, "q_norm", None),
         key_norm=getattr(attention, "k_norm", None),
-        out=Packed(attention.o_proj.weight.data),
+        out=PackedWeight(attention.o_proj.weight.data),
         mlp_norm=layer.post_attention_layernorm,
-        gate_up=Packed(_join(mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=Packed(mlp.down_proj.weight.data),
+        gate_up=PackedWeight(_join(mlp.gate_proj.weight, mlp.up_proj.weight)),
+        down=PackedWeight(mlp.down_proj.weight.data),
         scale=attention.scaling,
         window=getattr(attention, "sliding_window", None),
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from prime_rl_embedded.requests import Request, TokenScore
+from prime_rl_engine_kit.routes import routes_entry
 
 MIN_LOGPROB = -9999.0
 """Replaces -inf in ``prompt_logprobs``: JSON has no infinities."""
@@ -89,7 +90,7 @@ def _choice(index: int, request: Request, with_logprobs: bool) -> dict[str, obje
         "token_ids": request.token_ids,
         "logprobs": {"content": _content(request)} if with_logprobs else None,
         "weight_versions": weight_versions(request),
-        "routed_experts": None,
+        "routed_experts": routes_entry(request.routes, request.params.routes_start),
     }
 
 

@@ -33,8 +33,10 @@ class KVCache:
         max_len: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        routes: tuple[int, int] | None = None,
     ) -> None:
-        """``shapes``: (G, D) by layer. A missing layer is added at its first write."""
+        """``shapes``: (G, D) by layer. A missing layer is added at its first write. ``routes``:
+        layers and experts per token of the routes that are kept beside the keys."""
         self.dtype = dtype
         self.device = device
         self.max_slots = max_slots
@@ -42,10 +44,24 @@ class KVCache:
         self.slots = min(_FIRST_SLOTS, max_slots)
         self.capacity = min(_FIRST_CAPACITY, max_len)
         self.layers = {layer: self._empty(*shape) for layer, shape in shapes.items()}
+        self.route_shape = routes
+        self.routes: Tensor | None = None if routes is None else self._empty_routes()
+        """[1, S, 1, C, L * k] int16: laid out as a layer, so that they are moved with the keys."""
 
     def _empty(self, num_heads: int, head_dim: int) -> Tensor:
         shape = (2, self.slots, num_heads, self.capacity, head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _empty_routes(self) -> Tensor:
+        assert self.route_shape is not None
+        layers, k = self.route_shape
+        shape = (1, self.slots, 1, self.capacity, layers * k)
+        return torch.zeros(shape, dtype=torch.int16, device=self.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept of tokens, [.., S, .., C, ..] each."""
+        return [*self.layers.values(), *([] if self.routes is None else [self.routes])]
 
     @property
     def shapes(self) -> dict[int, tuple[int, int]]:
@@ -55,7 +71,7 @@ class KVCache:
     @property
     def max_bytes(self) -> int:
         """Memory at ``max_slots`` and ``max_len``."""
-        now = sum(layer.numel() * layer.element_size() for layer in self.layers.values())
+        now = sum(layer.numel() * layer.element_size() for layer in self.tensors)
         return now * self.max_slots * self.max_len // (self.slots * self.capacity)
 
     def reserve(self, slots: int, length: int) -> None:
@@ -72,6 +88,10 @@ class KVCache:
             new = self._empty(*shape)
             new[:, :kept, :, :old_length] = self.layers[layer][:, :kept]
             self.layers[layer] = new
+        if self.routes is not None:
+            wider = self._empty_routes()
+            wider[:, :kept, :, :old_length] = self.routes[:, :kept]
+            self.routes = wider
 
     def _grown(self, slots: int, length: int) -> tuple[int, int]:
         assert slots <= self.max_slots and length <= self.max_len, "the scheduler admits no more"
@@ -103,10 +123,20 @@ class KVCache:
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of row ``source`` to row ``target``."""
-        for layer in self.layers.values():
+        for layer in self.tensors:
             layer[:, target, :, :length] = layer[:, source, :, :length]
+
+    def write_routes(self, rows: Tensor, positions: Tensor, routes: Tensor) -> None:
+        """Store the routes [N, L, k] of N tokens. Rows, positions: [N]."""
+        assert self.routes is not None
+        self.routes[0, rows, 0, positions] = routes.flatten(1).to(torch.int16)
+
+    def read_routes(self, row: int, length: int) -> Tensor:
+        """[length, L, k] of the first tokens of a row, on the host. A copy."""
+        assert self.routes is not None and self.route_shape is not None
+        return self.routes[0, row, 0, :length].cpu().clone().view(length, *self.route_shape)
 
     def clear_row(self, row: int) -> None:
         """Zero a row that has non-finite values: masking does not remove them (0 * nan is nan)."""
-        for layer in self.layers.values():
+        for layer in self.tensors:
             layer[:, row] = 0

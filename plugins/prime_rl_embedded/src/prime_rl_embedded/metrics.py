@@ -15,7 +15,7 @@ _FINISHED_LABELS = ("stop", "length", "abort", "error")
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricValue:
     """One value of a metric, and its type."""
 
     name: str
@@ -24,7 +24,7 @@ class Sample:
     labels: dict[str, str] = field(default_factory=dict)
 
 
-def collect(engine: EngineLoop) -> list[Sample]:
+def collect(engine: EngineLoop) -> list[MetricValue]:
     """The current value of every metric. Counters end in ``_total`` and never decrease."""
     scheduler = engine.scheduler
     stats = scheduler.stats
@@ -39,33 +39,38 @@ def collect(engine: EngineLoop) -> list[Sample]:
         "kv_cache_size_tokens": str(room),
     }
     return [
-        Sample("vllm:num_requests_running", "gauge", len(scheduler.active)),
-        Sample("vllm:num_requests_waiting", "gauge", waiting),
-        Sample("vllm:num_requests_waiting_by_reason", "gauge", waiting, {"reason": "capacity"}),
-        Sample("vllm:kv_cache_usage_perc", "gauge", used / room),
-        Sample("vllm:cache_config_info", "gauge", 1, config),
-        Sample("vllm:num_preemptions_total", "counter", 0),
-        Sample("vllm:prompt_tokens_total", "counter", stats.prompt_tokens),
-        Sample("vllm:generation_tokens_total", "counter", stats.generated_tokens),
-        Sample("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens),
-        Sample("vllm:prefix_cache_hits_total", "counter", stats.shared_tokens),
+        MetricValue("vllm:num_requests_running", "gauge", len(scheduler.active)),
+        MetricValue("vllm:num_requests_waiting", "gauge", waiting),
+        MetricValue(
+            "vllm:num_requests_waiting_by_reason",
+            "gauge",
+            value=waiting,
+            labels={"reason": "capacity"},
+        ),
+        MetricValue("vllm:kv_cache_usage_perc", "gauge", used / room),
+        MetricValue("vllm:cache_config_info", "gauge", value=1, labels=config),
+        MetricValue("vllm:num_preemptions_total", "counter", 0),
+        MetricValue("vllm:prompt_tokens_total", "counter", stats.prompt_tokens),
+        MetricValue("vllm:generation_tokens_total", "counter", stats.generated_tokens),
+        MetricValue("vllm:prefix_cache_queries_total", "counter", stats.prompt_tokens),
+        MetricValue("vllm:prefix_cache_hits_total", "counter", stats.shared_tokens),
         *(
-            Sample(
+            MetricValue(
                 "vllm:request_success_total",
                 "counter",
-                stats.finished[reason],
-                {"finished_reason": reason},
+                value=stats.finished[reason],
+                labels={"finished_reason": reason},
             )
             for reason in _FINISHED_LABELS
         ),
-        Sample("prime_rl:requests_received_total", "counter", scheduler.arrivals),
-        Sample("prime_rl:engine_steps_total", "counter", stats.steps),
-        Sample("prime_rl:weight_updates_total", "counter", stats.weight_updates),
-        Sample("prime_rl:policy_version", "gauge", scheduler.version),
-        Sample("prime_rl:paused", "gauge", int(engine.paused)),
-        Sample("prime_rl:asleep", "gauge", int(scheduler.asleep)),
-        Sample("prime_rl:kv_cache_allocated_tokens", "gauge", cache.slots * cache.capacity),
-        Sample("process_cpu_seconds_total", "counter", time.process_time()),
+        MetricValue("prime_rl:requests_received_total", "counter", scheduler.arrivals),
+        MetricValue("prime_rl:engine_steps_total", "counter", stats.steps),
+        MetricValue("prime_rl:weight_updates_total", "counter", stats.weight_updates),
+        MetricValue("prime_rl:policy_version", "gauge", scheduler.version),
+        MetricValue("prime_rl:paused", "gauge", int(engine.paused)),
+        MetricValue("prime_rl:asleep", "gauge", int(scheduler.asleep)),
+        MetricValue("prime_rl:kv_cache_allocated_tokens", "gauge", cache.slots * cache.capacity),
+        MetricValue("process_cpu_seconds_total", "counter", time.process_time()),
     ]
 
 

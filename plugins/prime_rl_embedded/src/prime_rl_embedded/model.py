@@ -26,6 +26,7 @@ from prime_rl_embedded.attention import ATTENTION_NAME, BatchPlan
 from prime_rl_embedded.forward import Forward, GeneralForward, WholeForward
 from prime_rl_embedded.fused import FusedForward, NotFusable
 from prime_rl_embedded.kv import KVCache
+from prime_rl_kernels.routes import Mixture, observe_routers
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     kv_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Key/value heads and head dimension by layer, as the forward stored them at start-up."""
+    mixtures: list[Mixture] = field(default_factory=list)
+    """Whose routes are recorded; none if nothing is."""
 
     def make_cache(self, max_slots: int, max_len: int) -> KVCache:
         """An empty KV cache of this model's shape."""
@@ -54,6 +57,7 @@ class ServedModel:
             max_len=max_len,
             dtype=self.module.dtype,
             device=self.device,
+            routes=(len(self.mixtures), self.mixtures[0].top_k) if self.mixtures else None,
         )
 
 
@@ -80,11 +84,19 @@ def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
 
 
 def load_model(
-    path: Path, *, max_len: int, dtype: str = "float32", device: str = "auto", fused: bool = True
+    path: Path,
+    *,
+    max_len: int,
+    dtype: str = "float32",
+    device: str = "auto",
+    fused: bool = True,
+    records_routes: bool = False,
 ) -> ServedModel:
-    """Load a folder, or a model id of the Hugging Face hub.
+    """Load a folder, or a model id of the Hugging Face hub. ``records_routes``: of each token, the
+    experts that compute it.
 
-    Raises ``WeightsError`` if it is damaged, ``EngineError`` if its logits cannot be reproduced.
+    Raises ``WeightsError`` if it is damaged, ``EngineError`` if its logits cannot be reproduced or
+    it has no experts to record.
     """
     target = pick_device(device)
     disable_progress_bar()
@@ -113,6 +125,13 @@ def load_model(
     )
     _check_beyond_probe(served, max_len)
     _choose_forward(served, max_len, fused)
+    if records_routes:
+        served.mixtures = observe_routers(module)
+        if not served.mixtures:
+            raise EngineError(
+                f"trainer.router_replay is true, and {type(module).__name__} has no mixture of "
+                "experts whose routers could be recorded. Set it to false."
+            )
     return served
 
 
@@ -154,13 +173,13 @@ def _choose_forward(served: ServedModel, max_len: int, fused: bool) -> None:
     for make in makers:
         try:
             forward = make()
-            check_forward(served, forward, ids, expected)
+            check_forward(served, forward, ids=ids, expected=expected)
             served.forward = forward
             return
         except (NotFusable, EngineError) as error:
             log.info("a more general forward serves this model: %s", error)
 
-    check_forward(served, served.forward, ids, expected)
+    check_forward(served, served.forward, ids=ids, expected=expected)
 
 
 def _probe_ids(served: ServedModel, max_len: int) -> Tensor:
@@ -182,7 +201,7 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
     parts = []
     try:
         for decoding, prompts, tokens in probes if len(ids) > 1 else probes[1:]:
-            plan = BatchPlan.build(cache, decoding, prompts, served.device)
+            plan = BatchPlan.build(cache, decoding, prompt_lengths=prompts, device=served.device)
             parts.append(forward(tokens, plan, None))
     except torch.OutOfMemoryError:
         raise

@@ -31,7 +31,7 @@ class Node:
     parent: Node | None
     tokens: Tokens
     layers: list[Tensor]
-    """[2, G, BLOCK, D] each. Empty: a root."""
+    """[2, G, BLOCK, D] each, and the routes if they are recorded. Empty: a root."""
     children: dict[Tokens, Node] = field(default_factory=dict)
 
     @property
@@ -73,7 +73,7 @@ class PrefixCache:
         for index, block in enumerate(_blocks(tokens)):
             if block not in node.children:
                 place = slice(index * BLOCK, (index + 1) * BLOCK)
-                kept = [layer[:, row, :, place].clone() for layer in cache.layers.values()]
+                kept = [layer[:, row, :, place].clone() for layer in cache.tensors]
                 node.children[block] = Node(node, block, kept)
                 self.num_bytes += node.children[block].num_bytes
             node = node.children[block]
@@ -107,7 +107,7 @@ def restore(cache: KVCache, row: int, path: Sequence[Node]) -> None:
     """Copy a path's keys and values to the row's first positions."""
     for index, node in enumerate(path):
         place = slice(index * BLOCK, (index + 1) * BLOCK)
-        for layer, kept in zip(cache.layers.values(), node.layers, strict=True):
+        for layer, kept in zip(cache.tensors, node.layers, strict=True):
             layer[:, row, :, place] = kept
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy.typing as npt
 
 from prime_rl_embedded.decoding import prefix_length
 
@@ -37,6 +39,8 @@ class SamplingParams:
     """Number of most likely alternatives to report per token."""
     prompt_logprobs: int | None = None
     """None: do not score the prompt. k: report its own tokens and the k most likely ones."""
+    routes_start: int = 0
+    """The first position whose routes are reported."""
 
     @property
     def greedy(self) -> bool:
@@ -90,6 +94,8 @@ class Request:
     """Prompt tokens whose result was copied from another request."""
     origin: Request | None = None
     """The request that computed the prompt's keys and values, if not this one."""
+    routes: npt.NDArray[Any] | None = None
+    """[N, layers, k]: the experts that computed each token. None: they are not recorded."""
     kv_version: int = -1
     """The policy version at admission: that of the first keys and values."""
 

@@ -43,14 +43,18 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
     logits = _without_early_stops(logits.float(), requests)
     kept = _sampling_logits(logits, params)
     probs = kept.softmax(-1)
+
     tokens = _draw(probs, [_uniform(request.rng) for request in requests])
-    if any(p.greedy for p in params):
-        greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+    is_greedy = [each.greedy for each in params]
+    if any(is_greedy):
+        greedy = torch.tensor(is_greedy, device=logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
 
     chosen = probs.gather(-1, tokens[:, None])[:, 0].log_()
-    num_alternatives = max(p.top_logprobs for p in params)
-    alternatives = top_scores(kept.log_softmax(-1), num_alternatives) if num_alternatives else None
+    alternatives = None
+    num_alternatives = max(each.top_logprobs for each in params)
+    if num_alternatives:
+        alternatives = top_scores(kept.log_softmax(-1), num_alternatives)
     return Drawn(tokens.tolist(), chosen.tolist(), alternatives)
 
 
@@ -65,14 +69,15 @@ def _sampling_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
 
-    truncated = [i for i, p in enumerate(params) if p.truncated]
+    truncated = [row for row, each in enumerate(params) if each.truncated]
+    if not truncated:
+        return logits
     if len(truncated) == len(params):
-        logits = _truncate(logits, params)
-    elif truncated:
-        rows = torch.tensor(truncated, device=logits.device)
-        logits = logits.index_copy(0, rows, _truncate(logits[rows], [params[i] for i in truncated]))
+        return _truncate(logits, params)
 
-    return logits
+    rows = torch.tensor(truncated, device=logits.device)
+    shorter = _truncate(logits[rows], [params[row] for row in truncated])
+    return logits.index_copy(0, rows, shorter)
 
 
 def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -86,6 +91,7 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     top_k = torch.tensor([p.top_k or size for p in params], device=device)[:, None]
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+
     dropped = torch.arange(size, device=device) >= top_k
     # min-p drops p < min_p * p_max; here in log space. min_p = 0 gives -inf, which drops nothing.
     dropped |= ordered < ordered[:, :1] + min_p.log()
@@ -113,11 +119,14 @@ def _draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     shares = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)[:, None]
     if size < _LARGE_VOCABULARY:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), shares)[:, 0]
+
     padded = F.pad(probs, (0, -size % _BLOCK)) if size % _BLOCK else probs
     blocks = padded.view(len(probs), -1, _BLOCK)
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     block = _first_above(ends, shares)
+
+    # The share of the row becomes one of its block.
     of_block = sums.gather(-1, block)
     end = ends.gather(-1, block)
     rest = (shares * ends[:, -1:] - (end - of_block)) / of_block
@@ -135,9 +144,9 @@ def _first_above(cumulative: Tensor, shares: Tensor) -> Tensor:
     Scaling by the row's sum makes rounding harmless: a 32-bit uniform is at most 1 - 2^-32, so the
     target stays below the sum.
     """
-    found = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
+    places = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
     # The end is reached only by a row of NaNs, which the scheduler fails.
-    return found.clamp_(max=cumulative.shape[-1] - 1)
+    return places.clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _uniform(rng: random.Random) -> float:
@@ -155,14 +164,17 @@ def _without_early_stops(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def top_scores(logprobs: Tensor, count: int) -> list[list[TokenScore]]:
     """The ``count`` most likely tokens of each row that have any probability. Logprobs: [R, V]."""
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]), -1)
-    return [
-        [
-            TokenScore(token, logprob, rank)
-            for rank, (token, logprob) in enumerate(zip(row_ids, row, strict=True), start=1)
-            if logprob > float("-inf")
-        ]
-        for row_ids, row in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    scores = []
+    for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True):
+        ranked = enumerate(zip(row_ids, row_values, strict=True), start=1)
+        scores.append(
+            [
+                TokenScore(token, logprob, rank)
+                for rank, (token, logprob) in ranked
+                if logprob > float("-inf")
+            ]
+        )
+    return scores
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_alternatives: int) -> list[list[TokenScore]]:
@@ -174,11 +186,13 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_alternatives: int) -> list[
     chosen = logprobs.gather(-1, tokens[:, None])
     # int32: on CPU, summing booleans is several times faster than in int64.
     ranks = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
-    own = zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
+    columns = zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
+    sampled = [TokenScore(token, logprob, rank) for token, logprob, rank in columns]
     if not num_alternatives:
-        return [[TokenScore(*score)] for score in own]
+        return [[score] for score in sampled]
+
     others = top_scores(logprobs, num_alternatives)
     return [
-        [TokenScore(*score), *(other for other in row if other.token_id != score[0])]
-        for score, row in zip(own, others, strict=True)
+        [score, *(other for other in row if other.token_id != score.token_id)]
+        for score, row in zip(sampled, others, strict=True)
     ]

@@ -38,11 +38,13 @@ from prime_rl_embedded.requests import Request
 from prime_rl_embedded.sampling import sample
 from prime_rl_embedded.scoring import is_scored, score_prompts
 from prime_rl_embedded.sleep import Offloaded, release_cached
+from prime_rl_engine_kit.routes import narrowed
+from prime_rl_kernels.routes import Recorder, choosing
 
 log = logging.getLogger(__name__)
 
 Leaders = dict[Request, list[Node]]
-"""Requests to prefill, and what the prefix cache has of each one's prompt."""
+"""Requests to prefill, each with the part of its prompt that is in the prefix cache."""
 
 
 @dataclass
@@ -170,7 +172,7 @@ class Scheduler:
         self.kept.clear()
         if device.type != "cpu":
             self._offloaded.offload(self.model.module.state_dict().values())
-            self._offloaded.offload(self.cache.layers.values(), keep=bool(self.active))
+            self._offloaded.offload(self.cache.tensors, keep=bool(self.active))
             release_cached(device)
 
     def wake(self) -> None:
@@ -267,7 +269,14 @@ class Scheduler:
         lengths = [len(request.prompt) for request in leaders]
         starts = [len(known) * BLOCK for known in leaders.values()]
         device = self.model.device
-        plan = BatchPlan.build(self.cache, decoding, lengths, device, starts, prefixes)
+        plan = BatchPlan.build(
+            self.cache,
+            decoding,
+            prompt_lengths=lengths,
+            device=device,
+            starts=starts,
+            prefixes=prefixes,
+        )
         ids = [request.next_token for request in self.active]
         for row, (request, known) in enumerate(leaders.items(), len(decoding)):
             restore(self.cache, row, known)
@@ -278,7 +287,14 @@ class Scheduler:
         computed = (length - start for length, start in zip(lengths, starts, strict=True))
         rows = [*range(len(decoding)), *(len(decoding) + end - 1 for end in accumulate(computed))]
         keep = torch.tensor(rows, device=device) if leaders else None
-        return self.model.forward(torch.tensor(ids, device=device), plan, keep)
+        if not self.model.mixtures:
+            return self.model.forward(torch.tensor(ids, device=device), plan, keep)
+
+        recorder = Recorder(self.model.mixtures)
+        with choosing(recorder):
+            logits = self.model.forward(torch.tensor(ids, device=device), plan, keep)
+        self.cache.write_routes(plan.rows, plan.positions, recorder.routes)
+        return logits
 
     def _keep(self, row: int, request: Request, length: int) -> None:
         """Remember the row's first tokens, unless an error or older weights had a part in them."""
@@ -397,6 +413,9 @@ class Scheduler:
                 row += 1
                 continue
             ended.append(active[row])
+            if self.model.mixtures and active[row].token_ids:
+                routes = self.cache.read_routes(row, active[row].position).numpy()
+                active[row].routes = narrowed(routes, self.model.mixtures[0].num_experts)
             self._keep(row, active[row], active[row].position)
             last = active.pop()
             if row < len(active):

@@ -12,6 +12,7 @@ from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import (
     GenerateBody,
     SamplingFields,
+    check_choices,
     check_generate,
     check_sampling,
     given,
@@ -35,11 +36,13 @@ def resolve_sampling(
 ) -> SamplingParams:
     """Parameters with every default filled in. Raises ``RequestError`` with the key and value."""
     room = max(limits.max_model_len - prompt_length, 1)
-    check_sampling(fields, limits, top_logprobs, prompt_logprobs)
+    check_sampling(fields, limits, logprobs=top_logprobs, prompt_logprobs=prompt_logprobs)
     _check_distribution(fields)
+    max_tokens = min(given(fields.max_tokens, room), room)
+    check_choices(given(fields.n, 1), max_tokens, top_logprobs)
     stops = frozenset(fields.stop_token_ids or ())
     return SamplingParams(
-        max_tokens=min(given(fields.max_tokens, room), room),
+        max_tokens=max_tokens,
         temperature=given(fields.temperature, 1.0),
         top_p=given(fields.top_p, 1.0),
         top_k=min(max(given(fields.top_k, 0), 0), limits.vocab_size),
@@ -79,6 +82,7 @@ def generate_requests(body: GenerateBody, limits: Limits) -> list[Request]:
         top_logprobs=wanted if wanted > 1 or wanted < 0 else 0,
         prompt_logprobs=fields.prompt_logprobs,
     )
+    params = replace(params, routes_start=fields.routed_experts_prompt_start or 0)
     return [
         Request(
             prompt=body.token_ids,

@@ -41,7 +41,7 @@ def score_prompts(model: ServedModel, requests: Sequence[Request], *, share: boo
     )
     wanted = [max(request.params.prompt_logprobs or 0 for request in group) for group in groups]
     alternatives = [k for k, prompt in zip(wanted, prompts, strict=True) for _ in prompt]
-    scores = _score(model, states, ids, alternatives)
+    scores = _score(model, states, ids=ids, alternatives=alternatives)
     ends = list(accumulate(map(len, prompts)))
     row_of: dict[int, int] = {}
     for row, (group, end) in enumerate(zip(groups, ends, strict=True)):

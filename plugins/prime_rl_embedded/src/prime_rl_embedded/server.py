@@ -50,6 +50,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--settings", type=EmbeddedConfig.model_validate_json, default=EmbeddedConfig()
     )
+    parser.add_argument(
+        "--record-routes", action="store_true", help="report the experts that compute each token"
+    )
     return parser.parse_args(argv)
 
 
@@ -90,13 +93,13 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         dtype=settings.dtype,
         device=settings.device,
         fused=settings.fused,
+        records_routes=args.record_routes,
     )
     scheduler = Scheduler(
         model,
         num_slots=settings.num_slots,
         max_model_len=args.max_model_len,
         max_prefill_tokens=settings.max_prefill_tokens,
-        share_prefixes=settings.share_prefixes,
         seed=args.seed,
         version=args.policy_version,
     )
@@ -159,7 +162,9 @@ class EngineServer:
 
         texts = Texts(engine, self.limits, self.args.model)
         keys = Keys.of_environment()
-        app = make_app(engine, self.limits, texts, keys, self.args.weights_root)
+        app = make_app(
+            engine, self.limits, texts=texts, keys=keys, weights_roots=self.args.weights_root
+        )
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
         engine.start()

@@ -92,9 +92,9 @@ class Served:
     def metric(self, name: str, labels: str = "") -> float:
         """A metric's current value, by its name and a part of its labels."""
         pattern = rf"^{re.escape(name)}{{[^}}]*{re.escape(labels)}[^}}]*}} (\S+)$"
-        found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
-        assert found, f"no metric {name} {labels}"
-        return float(found[1])
+        match = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
+        assert match, f"no metric {name} {labels}"
+        return float(match[1])
 
     def wait_for(self, name: str, at_least: float, labels: str = "", seconds: float = 300) -> None:
         """Poll a metric until it reaches a value."""
@@ -119,10 +119,10 @@ class Served:
             assert time.monotonic() < deadline, "each request ended before the pause"
             with send():
                 self.post("/pause", admin=True)
-                found = [
+                numbers = [
                     self.metric(f"vllm:num_requests_{name}") for name in ("running", "waiting")
                 ]
-                caught = found == [running, waiting]
+                caught = numbers == [running, waiting]
 
             while self.metric("vllm:num_requests_running"):
                 assert time.monotonic() < deadline, "the engine keeps a request without a client"
@@ -144,6 +144,7 @@ def start(
     status_path: Path | None = None,
     seed: int = 0,
     wait_for_model: bool = False,
+    policy_version: int = 0,
     weights_roots: Sequence[Path] | None = None,
     env: dict[str, str] | None = None,
     **settings: Any,
@@ -159,6 +160,7 @@ def start(
         admin_key=ADMIN_KEY,
         status_path=status_path,
         wait_for_model=wait_for_model,
+        policy_version=policy_version,
         weights_roots=weights_roots,
     )
     command = Embedded(EmbeddedConfig(**settings)).command(launch)

@@ -17,7 +17,7 @@ from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import check_prompt
 
 COMPOSED = 4
-"""Characters that Unicode's normal forms join to one, at most."""
+"""Most characters that one of Unicode's normal forms joins to one."""
 
 _JOINING = {"NFC", "NFD", "NFKC", "NFKD"}
 _KEEPING = {"ByteLevel", "Digits", "Metaspace"}

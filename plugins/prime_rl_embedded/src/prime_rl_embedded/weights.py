@@ -104,8 +104,9 @@ def _shards(directory: Path) -> list[Path]:
         return paths
 
     try:
-        names = sorted(set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        table = json.loads(regular(index).read_text("utf-8-sig"))
+        names = sorted({str(name) for name in table["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, RecursionError, TypeError) as error:
         raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
 
     outside = [name for name in names if Path(name).name != name]
@@ -129,7 +130,7 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
 def _checked(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
     """Check names, shapes, kinds and values against the module; drop tied duplicates."""
     for copy, original in _tied(module).items():
-        _untie(directory, tensors, copy, original)
+        _untie(directory, tensors, copy=copy, original=original)
     _check_layout(directory, tensors, module)
     _check_values(directory, tensors)
     return tensors
@@ -153,7 +154,7 @@ def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any)
     if unknown:
         raise WeightsError(f"{where}: {_listed(unknown)} not in the model {type(module).__name__}")
     for name, tensor in tensors.items():
-        _check(where, name, tensor, wanted[name])
+        _check(where, name, found=tensor, wanted=wanted[name])
 
 
 def _check_values(where: Path | str, tensors: Mapping[str, Tensor]) -> None:

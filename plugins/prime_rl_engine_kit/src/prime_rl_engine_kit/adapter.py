@@ -116,7 +116,7 @@ def merged_tensors(
                     elif pair := adapter.pairs.get(name):
                         a, b = (half.to(device or "cpu") for half in pair)
                         weight = file.get_tensor(name).to(a.device)
-                        yield name, merge(weight, a, b, adapter.scaling)
+                        yield name, merge(weight, a, b=b, scaling=adapter.scaling)
                     else:
                         yield name, file.get_tensor(name)
 
@@ -164,10 +164,10 @@ def read_adapter(directory: Path) -> Adapter:
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module, layout in _stacks(path, config, metadata).items():
         parts = halves.pop(f"{module}.weight", {})
-        pair = _pair(path, f"{module}.weight", parts, rank * layout["num"])
-        pairs |= _pairs_of_experts(path, module, pair, layout)
+        pair = _pair(path, f"{module}.weight", parts=parts, rank=rank * layout["num"])
+        pairs |= _pairs_of_experts(path, module, pair=pair, layout=layout)
 
-    pairs |= {name: _pair(path, name, parts, rank) for name, parts in halves.items()}
+    pairs |= {name: _pair(path, name, parts=parts, rank=rank) for name, parts in halves.items()}
     if not tensors:
         raise WeightsError(f"{path}: there is no tensor in it")
     scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -175,7 +175,15 @@ def read_adapter(directory: Path) -> Adapter:
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         targets = None  # only some of the modules that it names
     targets = tuple(targets) if isinstance(targets, list) else targets
-    return Adapter(directory, tensors, scaling, pairs, replaced, targets, metadata.get(BASE))
+    return Adapter(
+        directory,
+        tensors,
+        scaling=scaling,
+        pairs=pairs,
+        replaced=replaced,
+        target_modules=targets,
+        base=metadata.get(BASE),
+    )
 
 
 def _stacks(
@@ -193,7 +201,7 @@ def _stacks(
             right = all(len(each) in (3, 4) and min(each) >= 0 for each in places)
             if not (positive and right):
                 raise ValueError("a place is not its first row and a shape")
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"{path}: target_parameters is {parameters!r}, and the metadata {STACKS!r}, with which "
             "prime-rl says which tensors of a model folder these are, is missing or damaged "
@@ -206,7 +214,8 @@ def _stacks(
 def _pairs_of_experts(
     path: Path, module: str, pair: tuple[Tensor, Tensor], layout: StackLayout
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """By tensor of the model's folder: the halves of its experts, or of the rows of one."""
+    """Each tensor of the model's folder with the two halves of its adapter: those of all experts
+    that it holds, or of a part of one expert."""
     num = layout["num"]
     (a, b) = pair
     a = a.view(num, -1, a.shape[1])
@@ -225,8 +234,8 @@ def _pairs_of_experts(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(regular(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(regular(path).read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error
 
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

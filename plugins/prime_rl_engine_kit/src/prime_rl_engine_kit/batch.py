@@ -3,7 +3,7 @@
 A client sends the requests of one moment together, and gets each answer as soon as it is ready.
 Token ids and log-probabilities are columns of bytes, little-endian: int32 and float32.
 
-    request   MessagePack of ``Batch``
+    request   MessagePack of ``RequestBatch``
     reply     a stream of frames: length (uint32, little-endian), then MessagePack of ``Answer``
 """
 
@@ -32,7 +32,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int | None = None
 
 
-class Batch(msgspec.Struct):
+class RequestBatch(msgspec.Struct):
     """The body of a request."""
 
     requests: list[BatchRequest]
@@ -50,6 +50,11 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     status: int = 200
     """Anything else: the request failed, and ``error`` says why."""
     error: str = ""
+    routes: bytes = b""
+    """``routed_experts`` [N, layers, k] from position ``routes_start`` on. Empty: not recorded."""
+    routes_shape: tuple[int, int, int] = (0, 0, 0)
+    routes_dtype: str = "uint8"
+    routes_start: int = 0
 
 
 class Abort(msgspec.Struct):
@@ -68,8 +73,8 @@ def ids_to_bytes(ids: list[int]) -> bytes:
 
 def bytes_to_ids(column: bytes) -> list[int]:
     """Raises ``ValueError`` unless the column is whole."""
-    found: list[int] = np.frombuffer(column, "<i4").tolist()
-    return found
+    tokens: list[int] = np.frombuffer(column, "<i4").tolist()
+    return tokens
 
 
 def logprobs_to_bytes(logprobs: list[float]) -> bytes:
@@ -78,8 +83,8 @@ def logprobs_to_bytes(logprobs: list[float]) -> bytes:
 
 def bytes_to_logprobs(column: bytes) -> list[float]:
     """Raises ``ValueError`` unless the column is whole."""
-    found: list[float] = np.frombuffer(column, "<f4").tolist()
-    return found
+    values: list[float] = np.frombuffer(column, "<f4").tolist()
+    return values
 
 
 def frame(answer: Answer) -> bytes:

@@ -12,7 +12,7 @@ from prime_rl_engine_kit.errors import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_UNREAD_BYTES = 2 * MAX_BODY_BYTES
-"""Of all bodies that have not come to their end."""
+"""Most bytes of all bodies that are incomplete."""
 BODY_SECONDS = 30.0
 """For a body to come to its end."""
 

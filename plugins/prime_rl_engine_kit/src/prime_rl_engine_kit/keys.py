@@ -33,23 +33,23 @@ class Keys:
                 "the engine was started without PRIME_RL_ADMIN_KEY: admin is off", 403
             )
 
-        given = _bearer(authorization)
-        if not given:
+        bearer = _bearer(authorization)
+        if not bearer:
             raise RequestError(
                 "admin routes need 'Authorization: Bearer <the run's admin key>'", 401
             )
 
-        if not _equal(given, self.admin):
+        if not _equal(bearer, self.admin):
             raise RequestError("this isn't the run's admin key", 403)
 
     def check_sampling(self, authorization: str) -> None:
         """The admin key opens these routes too. Raises ``RequestError`` (401)."""
         if not self.sampling:
             return
-        given = _bearer(authorization)
-        if not given:
+        bearer = _bearer(authorization)
+        if not bearer:
             raise RequestError("this engine needs 'Authorization: Bearer <its API key>'", 401)
-        if not (_equal(given, self.sampling) or (self.admin and _equal(given, self.admin))):
+        if not (_equal(bearer, self.sampling) or (self.admin and _equal(bearer, self.admin))):
             raise RequestError("this isn't the engine's API key", 401)
 
 

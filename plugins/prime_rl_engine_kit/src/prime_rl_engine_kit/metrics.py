@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import PositiveFloat
 
 from prime_rl import EngineError, Observer, ObserverHost, PluginConfig
@@ -68,7 +67,7 @@ class EngineMetrics(Observer):
         self._now: tuple[float, Mapping[str, float]] | None = None
         self._warned = False
         self._counted: dict[str, int] = {}
-        """What was counted at the last step."""
+        """The counters at the last step."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -94,8 +93,8 @@ class EngineMetrics(Observer):
         self._before = self._before or self._now
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of the pool; gauges of the last poll, and rates since the last poll of the previous
-        step."""
+        """Metrics of the pool, the gauges of the last poll, and rates since the last poll of the
+        previous step."""
         return self.of_pool() | self.of_pages()
 
     def of_pool(self) -> dict[str, float]:
@@ -104,7 +103,7 @@ class EngineMetrics(Observer):
         metrics = {"inference/replicas_serving": float(sum(e.in_service for e in engines))}
         for engine in engines:
             away = 0.0 if engine.down_since is None else time.monotonic() - engine.down_since
-            found = {
+            measured = {
                 "running": engine.running,
                 "serving": engine.in_service,
                 "version": -1 if engine.version is None else engine.version,
@@ -112,10 +111,10 @@ class EngineMetrics(Observer):
             }
             for name, count in (("requests", engine.asked), ("retried", engine.retried)):
                 key = f"{engine.number}/{name}"
-                found[name] = count - self._counted.get(key, 0)
+                measured[name] = count - self._counted.get(key, 0)
                 self._counted[key] = count
 
-            for name, value in found.items():
+            for name, value in measured.items():
                 metrics[f"inference/{engine.number}/{name}"] = float(value)
 
         return metrics
@@ -154,12 +153,14 @@ async def pages_of(engines: Sequence[Any]) -> list[str]:
         return None
 
     up = [engine for engine in engines if engine.state.name != "STARTING"]
-    found = await asyncio.gather(*map(fetch, up))
-    return [page for page in found if page is not None]
+    pages = await asyncio.gather(*map(fetch, up))
+    return [page for page in pages if page is not None]
 
 
 def parse(text: str) -> Page:
     """Read a page in Prometheus' text format. Raises ``ValueError`` if it is malformed."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     page = Page()
     tables = {"gauge": page.gauges, "counter": page.counters, "histogram": page.histograms}
     for family in text_string_to_metric_families(text):

@@ -17,11 +17,11 @@ from typing import Any
 from prime_rl import WeightsError
 
 SAMPLED_BYTES = 4096
-"""Of each tensor, for the fingerprint."""
+"""Bytes of each tensor that the fingerprint reads."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies."""
 
     path: Path
@@ -64,10 +64,14 @@ class ModelFiles:
     def text_config(self) -> dict[str, Any]:
         """``config.json``, or its ``text_config``; empty if it cannot be read."""
         try:
-            config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
-        except (OSError, ValueError):
+            config = json.loads((self.directory / "config.json").read_text("utf-8-sig"))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return config.get("text_config") or config
+
+        if not isinstance(config, dict):
+            return {}
+        nested = config.get("text_config")
+        return nested if isinstance(nested, dict) else config
 
 
 def weight_dir(given: str, roots: Sequence[Path] | None) -> Path:
@@ -104,9 +108,9 @@ def regular(path: Path) -> Path:
     return path
 
 
-def read_headers(directory: Path) -> dict[str, Entry]:
+def read_headers(directory: Path) -> dict[str, TensorEntry]:
     """The tensors of a model folder by name, in milliseconds. Raises ``WeightsError``."""
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for path in _shards(directory):
         try:
             tensors |= _header(path)
@@ -133,8 +137,12 @@ def _shards(directory: Path) -> list[Path]:
         paths = sorted(directory.glob("model*.safetensors"))
     else:
         try:
-            names = set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            table = json.loads(regular(index).read_text("utf-8-sig"))
+            names = {str(name) for name in table["weight_map"].values()}
+        except (
+            *(OSError, ValueError, KeyError, TypeError, AttributeError),
+            RecursionError,
+        ) as error:
             raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -146,7 +154,7 @@ def _shards(directory: Path) -> list[Path]:
     return paths
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def _header(path: Path) -> dict[str, TensorEntry]:
     """The format: eight bytes with the length of the JSON after them, the JSON, the data."""
     with regular(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -157,7 +165,7 @@ def _header(path: Path) -> dict[str, Entry]:
 
     table.pop("__metadata__", None)
     entries = {
-        name: Entry(
+        name: TensorEntry(
             path,
             entry["shape"],
             entry["dtype"],

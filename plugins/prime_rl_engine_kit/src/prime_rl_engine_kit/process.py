@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from prime_rl.errors import PrimeRLError
 from prime_rl.rundir.launch import READY
+from prime_rl.rundir.logs import set_up_logging
 from prime_rl.rundir.processes import exit_with_parent
 from prime_rl.rundir.status import Status
 
@@ -42,9 +43,7 @@ def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 def run_server(args: argparse.Namespace, serve: Callable[[argparse.Namespace, Status], int]) -> int:
     """Serve until a signal, or until the parent is gone. Returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logging()
     exit_with_parent()
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, _exit_cleanly)

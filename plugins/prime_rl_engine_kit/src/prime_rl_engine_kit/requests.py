@@ -26,12 +26,14 @@ MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
 MAX_PROMPT_ENTRIES = 2**22
 """Tokens times alternatives of one scored prompt: a reply of some 200 MB."""
+MAX_SAMPLED_ENTRIES = 2**22
+"""Choices times sampled tokens times alternatives of one request: a reply of some 400 MB."""
 MAX_ANSWERS = 4096
 """Prompts times choices of one request."""
 MAX_UPDATE_BYTES = 2**20
-"""Of the body of ``/update_weights``."""
+"""Most bytes of a body of ``/update_weights``."""
 MAX_VERSION = 2**31 - 1
-"""Of a policy: replies and streams keep versions as int32."""
+"""Highest version of a policy: replies and streams keep versions as int32."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -96,6 +98,8 @@ class GenerateSampling(SamplingFields, kw_only=True):
     """0 or 1: of the sampled token; k > 1: of the k most likely ones too."""
     prompt_logprobs: int | None = None
     stop: str | list[str] | None = None
+    routed_experts_prompt_start: int | None = None
+    """Leave out the routes of tokens before this one: the client has them from earlier turns."""
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -133,8 +137,8 @@ class Limits:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request with one prompt. Decoding holds the event loop, so what cannot fit the
-        context is not decoded: a token takes a few bytes, as text or as a number."""
+        """Most bytes of a request with one prompt. Decoding holds the event loop, so what cannot
+        fit the context is not decoded: a token takes a few bytes, as text or as a number."""
         return min(MAX_BODY_BYTES, 4 * 2**20 + 64 * self.max_model_len)
 
 
@@ -201,11 +205,23 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
 
 
 def check_entries(num_tokens: int, alternatives: int | None, key: str = "logprobs") -> None:
-    """Refuse scores of a prompt that no answer can hold. Raises ``RequestError``."""
+    """Refuse a prompt whose scores are too large for an answer. Raises ``RequestError``."""
     most = MAX_PROMPT_ENTRIES // num_tokens
     if given(alternatives, 0) > most:
         raise RequestError(
             f"{key} is {alternatives}; at most {most} of each of {num_tokens} tokens fit an answer"
+        )
+
+
+def check_choices(num_choices: int, max_tokens: int, alternatives: int | None) -> None:
+    """Refuse more alternatives per token than an answer can hold. ``max_tokens``: the limit of
+    each choice. Raises ``RequestError``."""
+    entries = num_choices * max_tokens * given(alternatives, 0)
+    if entries > MAX_SAMPLED_ENTRIES:
+        raise RequestError(
+            f"{num_choices} choices of up to {max_tokens} tokens with {alternatives} alternatives "
+            f"each are {entries:,} entries; at most {MAX_SAMPLED_ENTRIES:,} fit an answer. Lower "
+            "max_tokens, n or the number of logprobs"
         )
 
 
@@ -271,13 +287,17 @@ def check_sampling(
             "max_tokens is 0; it must be at least 1, unless prompt_logprobs are wanted"
         )
 
+    start = getattr(fields, "routed_experts_prompt_start", None)
+    if start is not None and start < 0:
+        raise RequestError(f"routed_experts_prompt_start is {start}; it must be at least 0")
+
     stops = fields.stop_token_ids or ()
     if len(stops) > limits.vocab_size:
         raise RequestError(
             f"stop_token_ids has {len(stops)} tokens; the vocabulary has {limits.vocab_size}"
         )
 
-    for token in stops:
+    for token in (min(stops, default=0), max(stops, default=0)):
         if not 0 <= token < limits.vocab_size:
             raise RequestError(
                 f"stop_token_ids holds {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}"

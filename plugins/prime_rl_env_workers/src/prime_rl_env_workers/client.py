@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import zmq
 from verifiers.v1.serve.client import EnvClient
 from verifiers.v1.serve.types import HealthRequest, HealthResponse
+
+from prime_rl.wire.sockets import curve_keys, know_server
 
 
 class WorkerLost(Exception):
@@ -14,7 +17,7 @@ class WorkerLost(Exception):
 
 
 class BadResult(Exception):
-    """What an episode returned or raised, where no rollout can be made of it."""
+    """The result or the error of an episode that gives no rollout."""
 
 
 class Alive(HealthResponse):
@@ -26,6 +29,21 @@ class Alive(HealthResponse):
 
 class WorkerClient(EnvClient):
     """verifiers' client. When its worker has gone, every request fails at once."""
+
+    def __init__(self, address: str, key: bytes | None = None) -> None:
+        """``key``: 32 bytes, for a server that asks for a key."""
+        # verifiers connects at once, and the key of a connection is set before it.
+        super().__init__(address if key is None else "inproc://nowhere")
+        self.address = address
+        if key is not None:
+            self.socket.close()  # type: ignore[has-type]  # of a class without types
+            public, _ = curve_keys(key)
+            self.socket = self.ctx.socket(zmq.DEALER)
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.SNDHWM, 0)
+            self.socket.setsockopt(zmq.RCVHWM, 0)
+            know_server(self.socket, public)
+            self.socket.connect(address)
 
     async def alive(self) -> Alive:
         """Wait for the answer of the worker's event loop. Raises ``WorkerLost``."""

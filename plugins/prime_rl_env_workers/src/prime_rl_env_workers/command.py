@@ -36,7 +36,9 @@ def serve_env(
     """Serve an environment of a run's config to runs on other machines, until Ctrl-C.
 
     A worker that ends, hangs or grows is replaced. Runs set the env's address to what is printed.
-    Every process that can connect can run episodes: there is no key and no encryption.
+    Who connects can run episodes, so both machines need the same key: a secret text in the
+    environment variable PRIME_RL_ENV_SERVER_KEY. Connections are then encrypted, and the key does
+    not travel. Without a key it serves this machine only.
 
     ```
     prime-rl serve-env my.toml --host 10.0.0.5 --workers 8
@@ -45,12 +47,22 @@ def serve_env(
     import asyncio
 
     from prime_rl.errors import ConfigError, RunError
-    from prime_rl.rundir.launch import PARENT_PID
+    from prime_rl.proxies import is_loopback
+    from prime_rl.rundir.launch import ENV_SERVER_KEY, PARENT_PID
     from prime_rl.rundir.machine import free_ports
     from prime_rl.rundir.processes import exit_with_parent
+    from prime_rl_env_workers.placed import MAKE_KEY
 
     if PARENT_PID in os.environ:
         exit_with_parent()
+    if not os.environ.get(ENV_SERVER_KEY) and not is_loopback(f"http://{host}"):
+        typer.echo(
+            f"error: --host {host}: a server that other machines reach needs a key, the same here "
+            f"and where the run starts. Make one, and set the variable {ENV_SERVER_KEY} to it: "
+            f"{MAKE_KEY}",
+            err=True,
+        )
+        raise typer.Exit(2)
     ports = free_ports(workers, host) if port == 0 else range(port, port + workers)
     addresses = [f"tcp://{host}:{each}" for each in ports]
     try:
@@ -63,10 +75,11 @@ def serve_env(
 
 
 def _environment(configs: list[Path], label: str, addresses: list[str]) -> WorkerEnvironment:
+    from prime_rl.config.orchestrator import EnvConfig
     from prime_rl.env.episode import EnvSettings
     from prime_rl.errors import ConfigError
     from prime_rl_app.config import load_config
-    from prime_rl_env_workers.environment import Shared, WorkerEnvironment
+    from prime_rl_env_workers.environment import WorkerEnvironment, WorkerParts
     from prime_rl_env_workers.placed import key_of
 
     config = load_config(configs)
@@ -84,10 +97,15 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
         raise ConfigError(f"no env {chosen!r} in the config; expected one of: {names}")
 
     table, harness = known[chosen]
+    if isinstance(table, EnvConfig) and table.past_agents:
+        raise ConfigError(
+            f"env {chosen!r}: an earlier version plays agent {min(table.past_agents)!r}, and only "
+            "the run knows its engine. Let the run start the env's workers (env_workers)."
+        )
     made = WorkerEnvironment(EnvSettings.of(table, default_harness=harness))
-    own = table.model_copy(update={"address": ()})
-    shared = Shared(None, config.plugins.disabled, typer.echo)
-    made.add_workers(len(addresses), own, config, shared, addresses)
+    without_address = table.model_copy(update={"address": ()})
+    shared = WorkerParts(None, config.plugins.disabled, typer.echo)
+    made.add_workers(len(addresses), without_address, config, shared, addresses)
     return made
 
 

@@ -17,11 +17,18 @@ from prime_rl.config.orchestrator import EnvConfig, SourceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings, Example
-from prime_rl.rundir.launch import ENGINE_KEY
+from prime_rl.rundir.launch import ENGINE_KEY, ENV_SERVER_KEY
 from prime_rl.rundir.status import Status
-from prime_rl_env_workers.forks import Forks
-from prime_rl_env_workers.placed import MOST_WORKERS, Find, placed_number, placed_workers
-from prime_rl_env_workers.pool import GIB, Limits, Pool
+from prime_rl_env_workers.forks import WorkerForks
+from prime_rl_env_workers.placed import (
+    MOST_WORKERS,
+    Find,
+    key_bytes,
+    placed_key,
+    placed_number,
+    placed_workers,
+)
+from prime_rl_env_workers.pool import GIB, Pool, WorkerLimits
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, ModelContext
@@ -45,7 +52,7 @@ def make_environment(
     return made
 
 
-class Shared:
+class WorkerParts:
     """What the envs of one run share: the fork server and the status."""
 
     def __init__(
@@ -56,7 +63,7 @@ class Shared:
     ) -> None:
         """``run_dir``: None without a run; then ``tell`` gets the state. ``disabled``:
         ``plugins.disabled``."""
-        self.forks = Forks(disabled)
+        self.forks = WorkerForks(disabled)
         self._status = Status(None if run_dir is None else run_dir / "status" / f"{STATUS}.json")
         self._tell = tell
         self._pools: list[Pool] = []
@@ -89,32 +96,38 @@ class Shared:
 
 
 @cache
-def shared_by(run_dir: Path, disabled: tuple[str, ...] = ()) -> Shared:
+def shared_by(run_dir: Path, disabled: tuple[str, ...] = ()) -> WorkerParts:
     """The one of a run."""
-    return Shared(run_dir, disabled)
+    return WorkerParts(run_dir, disabled)
 
 
 class WorkerEnvironment(Environment):
     """Its examples are here, its episodes in workers, if it has any."""
 
     pool: Pool | None = None
-    _shared: Shared
+    _shared: WorkerParts
 
     def add_workers(
         self,
         number: int,
         env: SourceConfig,
         config: RunConfig,
-        shared: Shared,
+        shared: WorkerParts,
         serve_at: Sequence[str] = (),
     ) -> None:
         """Run the episodes in ``number`` workers, which a launcher may have placed, or at
-        ``env.address``. ``serve_at``: where each worker listens for others; empty: where only we
-        can."""
+        ``env.address``. ``serve_at``: the address at which each worker listens; empty: an address
+        that only this process can reach."""
         table = config.orchestrator.workers
         memory = table.max_memory * GIB if table.max_memory else total_memory() / 2 / (number or 1)
-        limits = Limits(table.hang_timeout, memory, self.settings.timeout, table.start_timeout)
+        limits = WorkerLimits(
+            table.hang_timeout,
+            memory,
+            timeout=self.settings.timeout,
+            start_timeout=table.start_timeout,
+        )
         keys = {*table.pass_env, *named_keys(self._env.config.model_dump(mode="json"))}
+        keys |= {*config.env_vars, *config.orchestrator.env_vars}
         keys |= {ENGINE_KEY, *source_keys(env, config)}
         request = {
             "settings": to_wire(self.settings),
@@ -122,10 +135,23 @@ class WorkerEnvironment(Environment):
         }
         self._shared = shared
         servers: list[Find] = [lambda address=address: address for address in env.address]  # type: ignore[misc]
-        servers = servers or ([] if serve_at else placed_workers(env, number))
+        placed = [] if servers or serve_at else placed_workers(env, number)
+        text = placed_key(os.environ) if placed else os.environ.get(ENV_SERVER_KEY, "")
+        has_ports = bool(servers or placed or serve_at)
+        key = key_bytes(text) if text and has_ports else None
+        servers = servers or placed
         label = self.settings.label
         forks = shared.forks
-        self.pool = Pool(label, number, limits, request, forks, servers, serve_at)
+        self.pool = Pool(
+            label,
+            number,
+            limits=limits,
+            request=request,
+            forks=forks,
+            servers=servers,
+            serve_at=serve_at,
+            key=key,
+        )
 
     async def __aenter__(self) -> Environment:
         """Begin to start the workers; they import verifiers while the engines load the model."""
@@ -155,8 +181,8 @@ class WorkerEnvironment(Environment):
 
 def to_wire(settings: EnvSettings) -> dict[str, Any]:
     """The settings as JSON, for ``server.from_wire``."""
-    found: dict[str, Any] = to_jsonable_python(vars(settings))
-    return found
+    fields: dict[str, Any] = to_jsonable_python(vars(settings))
+    return fields
 
 
 def automatic_number(environment: Environment, config: RunConfig) -> int:
@@ -176,11 +202,13 @@ def is_trusted(environment: Environment) -> bool:
 
 
 def source_keys(env: SourceConfig, config: RunConfig) -> Iterator[str]:
-    """The variable with the key of the frozen model that an env samples from."""
+    """The variables with keys and headers of the model that an env samples from."""
+    yield from config.inference.headers_from_env.values()
     if isinstance(env, EnvConfig):
         source = (env.algo or config.orchestrator.algo).sampling.source
-        if isinstance(source, FrozenModel) and source.api_key_var:
-            yield source.api_key_var
+        if isinstance(source, FrozenModel):
+            yield from source.key_vars
+            yield from source.headers_from_env.values()
 
 
 def named_keys(config: Any) -> Iterator[str]:
@@ -190,7 +218,7 @@ def named_keys(config: Any) -> Iterator[str]:
         for name, value in config.items():
             if name == "api_key_var" and isinstance(value, str):
                 yield value
-            elif name == "forward_env" and isinstance(value, list):
+            elif name in ("api_key_var", "forward_env") and isinstance(value, list):
                 yield from map(str, value)
             elif name == "headers_from_env" and isinstance(value, dict):
                 yield from map(str, value.values())
@@ -203,8 +231,8 @@ def named_keys(config: Any) -> Iterator[str]:
 
 def total_memory() -> float:
     """Bytes of this machine, or of our control group."""
-    found = float(psutil.virtual_memory().total)
+    least = float(psutil.virtual_memory().total)
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = min(found, float((Path("/sys/fs/cgroup") / name).read_text()))
-    return found
+            least = min(least, float((Path("/sys/fs/cgroup") / name).read_text("utf-8")))
+    return least

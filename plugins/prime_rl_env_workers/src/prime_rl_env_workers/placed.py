@@ -10,6 +10,8 @@ start, and is missing in between. It is in the run directory, which every machin
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import subprocess
@@ -20,18 +22,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+import msgspec
+
 from prime_rl.config.orchestrator import EvalEnvConfig, SourceConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import RunError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.attempts import PROCESS
-from prime_rl.rundir.launch import ADMIN_KEY
+from prime_rl.rundir.directory import read_config
+from prime_rl.rundir.launch import ADMIN_KEY, ENV_SERVER_KEY
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import replace_text
 
 SERVERS = "PRIME_RL_ENV_SERVERS"
 """Environment variable of the orchestrator: by env the files of its servers, with the number of
 workers of each, as JSON."""
+SHORTEST_KEY = 16
+MAKE_KEY = "python -c 'import secrets; print(secrets.token_hex(32))'"
 MOST_WORKERS = 16
-"""Of one env on one machine, where the config says ``auto``."""
+"""Most workers of one env on one machine, where the config says ``auto``."""
 
 Find = Callable[[], str | None]
 """The address at which a worker listens now; None: nowhere. Raises ``RunError``: it never will."""
@@ -42,7 +50,7 @@ class EnvServer:
     """A server of one env, for a launcher to start."""
 
     name: str
-    """Of its log and its file."""
+    """The name of its log and its file."""
     env: str
     """``train/LABEL`` or ``eval/LABEL``."""
     num_workers: int
@@ -51,11 +59,29 @@ class EnvServer:
     file: Path
 
     def environment(self, orchestrator: Mapping[str, str]) -> dict[str, str]:
-        """Of its process: the orchestrator's with the engines' sampling key, without the key of
-        their admin routes."""
-        own = {name: value for name, value in orchestrator.items() if name != ADMIN_KEY}
-        attempt, _, rest = own.get(PROCESS, "::").partition(":")
-        return own | {PROCESS: f"{attempt}:{self.name}:{rest.partition(':')[2]}"}
+        """The environment of its process: the orchestrator's, with the engines' sampling key and
+        the key of the server, without the key of the engines' admin routes."""
+        variables = {name: value for name, value in orchestrator.items() if name != ADMIN_KEY}
+        variables[ENV_SERVER_KEY] = placed_key(orchestrator)
+        attempt, _, rest = variables.get(PROCESS, "::").partition(":")
+        return variables | {PROCESS: f"{attempt}:{self.name}:{rest.partition(':')[2]}"}
+
+
+def placed_key(orchestrator: Mapping[str, str]) -> str:
+    """The text for ``ENV_SERVER_KEY`` of the servers that a launcher places: from the run's admin
+    key, which they do not get."""
+    admin = orchestrator.get(ADMIN_KEY, "")
+    return hmac.digest(admin.encode(), b"environment servers", "sha256").hex()
+
+
+def key_bytes(text: str) -> bytes:
+    """What both ends of a connection derive from a key. Raises ``ConfigError`` if it is short."""
+    if len(text) < SHORTEST_KEY:
+        raise ConfigError(
+            f"{ENV_SERVER_KEY}: expected at least {SHORTEST_KEY} characters, found {len(text)}. "
+            f"Make a key: {MAKE_KEY}"
+        )
+    return hashlib.sha256(text.encode()).digest()
 
 
 def servers_of(
@@ -63,9 +89,10 @@ def servers_of(
 ) -> list[EnvServer]:
     """The servers of a run's envs: ``each``, and at most one per worker, where ``env_workers`` is a
     number. ``automatic``: by env whose ``env_workers`` is ``auto``, the workers of each server
-    (``automatic_shares``). Raises ``RunError`` if there are to be some (``each``), and are none."""
+    (``automatic_shares``). Raises ``RunError`` if ``each`` asks for servers and no env has
+    workers."""
     config = _config(run_dir)
-    found = list[EnvServer]()
+    env_servers = list[EnvServer]()
     source = _source(run_dir)
     for start, env in _envs(config):
         workers = _wanted(config, env)
@@ -83,16 +110,19 @@ def servers_of(
             argv = [sys.executable, "-P", "-m", "prime_rl", "serve-env", str(source)]
             argv += ["--env", key_of(env), "--workers", str(share)]
             argv += ["--port", "0", "--announce", str(file)]
-            found.append(EnvServer(name, key_of(env), share, argv, file))
+            env_servers.append(
+                EnvServer(name, key_of(env), num_workers=share, argv=argv, file=file)
+            )
 
-    if each and not found:
+    if each and not env_servers:
         raise RunError(
             "servers of environments are to be placed, and no env has workers for them: "
             f"orchestrator.env_workers is {config.orchestrator.env_workers!r}, which for 'auto' "
-            "means that the env runs in the orchestrator. Set it to a number."
+            "means that the env runs in the orchestrator. Set it to a number. An env with an agent "
+            'of model = "past" is never placed.'
         )
 
-    return found
+    return env_servers
 
 
 def automatic_shares(run_dir: Path, cpus: Sequence[int]) -> dict[str, list[int]]:
@@ -103,16 +133,16 @@ def automatic_shares(run_dir: Path, cpus: Sequence[int]) -> dict[str, list[int]]
     asked = [e for _, e in _envs(config) if not e.address and _wanted(config, e) == "auto"]
     if not asked or not any(cpus):
         return {}
-    keys = {key_of(env) for env in asked} & _not_trusted(_source(run_dir))
+    keys = {key_of(env) for env in asked} & _not_trusted(run_dir)
     most = [min(MOST_WORKERS, each // len(keys)) for each in cpus] if keys else []
     shares = [each for each in most if each]
     # Equal ones: worker n is with server n % servers.
     return {key: [min(shares)] * len(shares) for key in keys if shares}
 
 
-def _not_trusted(source: Path) -> set[str]:
+def _not_trusted(run_dir: Path) -> set[str]:
     """Envs of the config that need workers, found in a process of its own: it imports them."""
-    command = [sys.executable, "-P", "-m", "prime_rl_env_workers.trust", str(source)]
+    command = [sys.executable, "-P", "-m", "prime_rl_env_workers.trust", str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or ["no message"]
@@ -125,13 +155,15 @@ def _source(run_dir: Path) -> Path:
 
 
 def _config(run_dir: Path) -> RunConfig:
-    return RunConfig.model_validate_json(_source(run_dir).read_bytes())
+    return read_config(run_dir)
 
 
 def _envs(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
-    """With the beginning of their servers' names."""
+    """Those that can be placed, with the beginning of their servers' names."""
     for number, train in enumerate(config.orchestrator.train.env):
-        yield f"env_train_{number}", train
+        # A server does not know the engine of earlier versions: the orchestrator's own workers do.
+        if not train.past_agents:
+            yield f"env_train_{number}", train
     for number, evaluation in enumerate(config.orchestrator.eval.env):
         yield f"env_eval_{number}", evaluation
 
@@ -141,7 +173,7 @@ def _wanted(config: RunConfig, env: SourceConfig) -> int | Literal["auto"]:
 
 
 def orchestrator_environment(servers: Sequence[EnvServer]) -> dict[str, str]:
-    """What tells the orchestrator that its workers are placed."""
+    """The signal that tells the orchestrator that its workers are placed."""
     files: dict[str, dict[str, int]] = {}
     for server in servers:
         files.setdefault(server.env, {})[str(server.file)] = server.num_workers
@@ -166,8 +198,8 @@ def placed_number(env: SourceConfig) -> int:
 
 def _placed(env: SourceConfig) -> dict[str, int]:
     """The workers of each server, by its file."""
-    found: dict[str, int] = json.loads(os.environ.get(SERVERS, "{}")).get(key_of(env), {})
-    return found
+    workers: dict[str, int] = json.loads(os.environ.get(SERVERS, "{}")).get(key_of(env), {})
+    return workers
 
 
 def _finders(files: Sequence[Path], number: int) -> Iterator[Find]:
@@ -179,13 +211,22 @@ def _finders(files: Sequence[Path], number: int) -> Iterator[Find]:
 
 def _read(file: Path, index: int) -> str | None:
     try:
-        found = json.loads(file.read_text())
+        announced: _Announced = read_table(file, _Announced)
     except FileNotFoundError:
         return None
-    if "failed" in found:
-        raise RunError(found["failed"])
-    address: str = found["addresses"][index]
-    return address
+    if announced.failed is not None:
+        raise RunError(announced.failed)
+    if index >= len(announced.addresses):
+        number = len(announced.addresses)
+        raise RunError(f"{file}: expected the address of worker {index}, found {number} addresses")
+    return announced.addresses[index]
+
+
+class _Announced(msgspec.Struct):
+    """What a server writes once it listens, or cannot."""
+
+    addresses: list[str] = []
+    failed: str | None = None
 
 
 def announce(file: Path, addresses: Sequence[str]) -> None:

@@ -19,9 +19,10 @@ import psutil
 from pydantic import ValidationError
 
 from prime_rl.errors import RunError
+from prime_rl.rundir.launch import ENV_SERVER_KEY
 from prime_rl.rundir.scratch import Scratch
 from prime_rl_env_workers.client import BadResult, WorkerClient, WorkerLost
-from prime_rl_env_workers.forks import Fork, Forks
+from prime_rl_env_workers.forks import WorkerFork, WorkerForks
 from prime_rl_env_workers.placed import Find
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ MOST_PATH = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class WorkerLimits:
     """When a worker is replaced, and an episode given up."""
 
     hang_timeout: float
@@ -69,10 +70,10 @@ class Worker:
     ended: asyncio.Future[str]
     """How it ended."""
     address: str
-    fork: Fork | None = None
+    fork: WorkerFork | None = None
     """None: it runs on another machine."""
     instance: str | None = None
-    """What it calls itself. None: it has not answered yet."""
+    """The name that it reports. None: it has not answered yet."""
     cause: str | None = None
     """Why we end it."""
     silent: float = 0.0
@@ -105,14 +106,16 @@ class Pool:
         self,
         label: str,
         number: int,
-        limits: Limits,
+        limits: WorkerLimits,
         request: Mapping[str, Any],
-        forks: Forks,
+        forks: WorkerForks,
         servers: Sequence[Find] = (),
         serve_at: Sequence[str] = (),
+        key: bytes | None = None,
     ) -> None:
         """``request``: what a worker serves. ``servers``: find the addresses of servers, in place
-        of workers. ``serve_at``: where each worker listens; empty: at a socket of this user."""
+        of workers. ``serve_at``: where each worker listens; empty: at a socket of this user.
+        ``key``: of the servers, or of the workers that listen for others."""
         self.label = label
         self.limits = limits
         self.tally = Tally()
@@ -120,6 +123,9 @@ class Pool:
         self._forks = forks
         self._servers = servers
         self._serve_at = serve_at
+        self._key = key
+        if key is not None and serve_at:
+            self._request = {**request, "key": key.hex()}
         self.workers: list[Worker | None] = [None] * (len(servers) or number)
         self.on_change: Callable[[], None] = lambda: None
         self._lives: list[asyncio.Task[None]] = []
@@ -264,7 +270,14 @@ class Pool:
             ended = fork.ended
 
         name = f"env {self.label!r}: {name}"
-        worker = Worker(number, name, WorkerClient(address), ended, address, fork)
+        worker = Worker(
+            number,
+            name,
+            client=WorkerClient(address, self._key),
+            ended=ended,
+            address=address,
+            fork=fork,
+        )
         self.workers[number] = worker
         return worker
 
@@ -303,11 +316,15 @@ class Pool:
         has_started = worker.instance is not None
         limit = self.limits.hang_timeout if has_started else self.limits.start_timeout
         if worker.silent > limit:
-            its = "its event loop was blocked for" if worker.fork else "it did not answer for"
+            reason = "its event loop was blocked for" if worker.fork else "it did not answer for"
             if not has_started:
-                its = "it was not ready after"
+                reason = "it was not ready after"
+                if worker.fork is None:
+                    reason = (
+                        f"it did not answer (is {ENV_SERVER_KEY} the same on both machines?) for"
+                    )
             key = "hang_timeout" if has_started else "start_timeout"
-            self._end(worker, f"{its} {limit:g} s (orchestrator.workers.{key})")
+            self._end(worker, f"{reason} {limit:g} s (orchestrator.workers.{key})")
 
         if worker.fork is None:
             if self._servers[worker.number]() != worker.address:

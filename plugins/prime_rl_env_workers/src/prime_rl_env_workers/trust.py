@@ -1,4 +1,4 @@
-"""``python -m prime_rl_env_workers.trust RUN.json``: prints which envs of a run are to have workers
+"""``python -m prime_rl_env_workers.trust RUN_DIR``: prints which envs of a run are to have workers
 where ``env_workers`` is ``auto``, as a JSON list of ``train/LABEL`` and ``eval/LABEL``."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from prime_rl.config.orchestrator import SourceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
+from prime_rl.rundir.directory import read_config
 from prime_rl_env_workers.environment import is_trusted
 from prime_rl_env_workers.placed import key_of
 
@@ -31,5 +32,5 @@ def not_trusted(config: RunConfig) -> list[str]:
 
 
 if __name__ == "__main__":
-    config = RunConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
+    config = read_config(Path(sys.argv[1]))
     print(json.dumps(not_trusted(config)))  # the last line: imports may print

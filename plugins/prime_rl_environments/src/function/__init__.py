@@ -5,7 +5,7 @@
     travel    ``travel``   functions of a script or a notebook, on their way to another process
     check     ``check_args``  all of it before a run starts, without verifiers
     taskset   ``taskset``  verifiers' classes
-    groups    ``groups``   rewards of a whole group, in the orchestrator
+    groups    ``groups``   rewards of a whole group, in the orchestrator; ``env_hooks`` offers them
 
 ``import function`` imports no verifiers: the command line checks the args of an env with it.
 """

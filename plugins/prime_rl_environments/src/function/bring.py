@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 from function.rewards import check_columns, check_weights, reward_functions
 from function.rows import checked_rows, read_rows, rows_of
 from function.travel import packed
+from prime_rl import ConfigError
 
 Reward: TypeAlias = Callable[..., Any] | str
 FOLDER = ".functions"
-"""Of rows and functions, in ``output_dir``."""
+"""The folder of rows and functions in ``output_dir``."""
 
 
 def function_env(
@@ -35,8 +36,13 @@ def function_env(
     of the hub by name. ``reward``: a function, an import path, or a list of them. Rows and
     functions are written to ``output_dir``, for the run's processes. Raises ``ConfigError``.
     """
-    given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
-    functions, paths = _apart(given)
+    rewards = [reward] if isinstance(reward, str) or callable(reward) else reward
+    wrong = rewards if not isinstance(rewards, list | tuple) else _no_rewards(rewards)
+    if wrong is not None:
+        raise ConfigError(
+            f"reward: got {wrong!r:.80}, expected a function, an import path, or a list of them"
+        )
+    functions, paths = _apart(rewards)
     folder = Path(output_dir).absolute() / FOLDER
     is_named = isinstance(prompts, str | Path)
     rows = read_rows(str(prompts), split) if is_named else rows_of(prompts)
@@ -58,6 +64,12 @@ def function_env(
     else:
         args["functions"] = str(_write(folder, packed(functions), ".functions"))
     return {"id": "function", "args": args}
+
+
+def _no_rewards(given: Sequence[Any]) -> Any:
+    """The first that is no reward. None: all are."""
+    wrong = (each for each in given if not (isinstance(each, str) or callable(each)))
+    return next(wrong, None if given else given)
 
 
 def _apart(given: Sequence[Any]) -> tuple[list[Any], list[str]]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from function.load import as_paths, load_functions
 from function.rewards import check_columns, check_weights
-from function.rows import Row, checked_rows, read_rows
+from function.rows import Row, checked_rows, chosen_rows
 from prime_rl import ConfigError
 
 
@@ -27,14 +27,14 @@ class FunctionArgs(BaseModel):
     reward: str | list[str] | None = None
     """Import paths of reward functions: ``my_rewards.exact``."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """By term; 1.0 where it has none."""
+    """Weight of each term; 1.0 for a term without one."""
     prompt_column: str = "prompt"
     system: str | None = None
     """System prompt of every row that has none in a column ``system_prompt``."""
     split: str = "train"
-    """Of a data set of the hub."""
+    """The split of a data set of the hub."""
     subset: str | None = None
-    """Of a data set of the hub."""
+    """The subset of a data set of the hub."""
     first: int = Field(0, ge=0)
     """The number of rows to skip, for example to hold the others out."""
     num_examples: PositiveInt | None = None
@@ -48,10 +48,7 @@ class FunctionArgs(BaseModel):
 def rows_for(args: Any) -> list[Row]:
     """The checked rows of an env. ``args``: an object with the fields of ``FunctionArgs``. Raises
     ``ConfigError``."""
-    rows = read_rows(args.data, args.split, args.subset)
-    end = None if args.num_examples is None else args.first + args.num_examples
-    chosen = rows[args.first : end]
-    checked = checked_rows(chosen, args.prompt_column, args.system)
+    checked = checked_rows(chosen_rows(args), args.prompt_column, args.system)
     functions = load_functions(as_paths(args.reward), args.functions)
     check_columns(functions, checked)
     return checked

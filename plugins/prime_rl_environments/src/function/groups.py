@@ -104,7 +104,7 @@ def _weights(terms: Mapping[str, float], weights: Mapping[str, float]) -> dict[s
 
 def _add(rollout: Rollout, terms: Mapping[str, float], weights: Mapping[str, float]) -> None:
     rollout.rewards = rollout.rewards | dict(terms)
-    total = rollout.reward + sum(value * weights[name] for name, value in terms.items())
+    total = rollout.reward + sum(settled(value) * weights[name] for name, value in terms.items())
     rollout.reward = settled(total)
 
 

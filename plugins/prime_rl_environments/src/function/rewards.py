@@ -11,6 +11,7 @@ depends on its parameters alone: a group reward has the parameter ``replies``.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -63,7 +64,7 @@ class RewardFunction:
     """One reward function, and what it is called with."""
 
     name: str
-    """Of its term, where it returns a number."""
+    """The name of its term, where it returns a number."""
     function: Callable[..., Any]
     required: tuple[str, ...]
     """Parameters without a default."""
@@ -73,7 +74,8 @@ class RewardFunction:
     takes_all: bool
     """It has ``**kwargs``."""
     bound: frozenset[str] = frozenset()
-    """Parameters that a ``functools.partial`` has set: a column of that name does not."""
+    """Parameters that a ``functools.partial`` has set. A column of the same name does not set
+    them."""
 
     @property
     def is_group(self) -> bool:
@@ -85,16 +87,17 @@ class RewardFunction:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """What core names for it."""
+        """Names that core has for it."""
         return GROUP if self.is_group else ONE
 
     async def __call__(self, **available: Any) -> Any:
-        """Call it with what its parameters name. Raises what it raises."""
+        """Call it with what its parameters name: copies, so that one that changes a list changes
+        it for no other call. Raises what it raises."""
         names = [n for n in available if self.takes_all or n in self.parameters]
         names = [n for n in names if n not in self.bound]
-        by_position = [available[name] for name in self.positional if name in available]
-        by_name = {name: available[name] for name in names if name not in self.positional}
-        result = self.function(*by_position, **by_name)
+        copies = {name: copy.deepcopy(available[name]) for name in names}
+        by_position = [copies.pop(name) for name in self.positional if name in copies]
+        result = self.function(*by_position, **copies)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -234,8 +237,11 @@ def check_weights(weights: Mapping[str, float], where: str = "weights") -> None:
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(f"{where}.{name}: expected a number, got {_shown(weight)}")
-        if not math.isfinite(weight):
-            raise ConfigError(f"{where}.{name}: expected a finite number, got {weight}")
+        if not abs(weight) <= LARGEST:
+            raise ConfigError(
+                f"{where}.{name}: expected a finite number, at most {LARGEST:g} in size, got "
+                f"{_shown(weight)}"
+            )
 
 
 # -- what a function may return ------------------------------------------------------------------
@@ -264,6 +270,12 @@ def number_of(label: str, value: Any) -> float:
     """A reward as a float. Raises ``RewardFault``."""
     is_number = hasattr(value, "__float__") and getattr(value, "shape", ()) == ()
     if not is_number:
+        if inspect.iscoroutine(value):
+            value.close()  # else Python warns that it was never awaited, at some later time
+            raise RewardFault(
+                f"{label} returned the coroutine {value.__qualname__}(), which nothing awaited; "
+                "expected a number. Write async def, and await it."
+            )
         way_out = "Return a number or a dict of named numbers."
         if isinstance(value, list | tuple) or hasattr(value, "shape"):
             way_out = "A reward of the whole group names 'replies' among its parameters."

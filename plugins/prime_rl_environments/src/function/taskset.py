@@ -83,16 +83,19 @@ class FunctionData(vf.TaskData):
         apart = {n: v for n, v in row.items() if n in taken or n.startswith("_")}
         fields = {n: v for n, v in row.items() if n not in apart}
         apart.pop(PROMPT, None)
-        own = row.get("system_prompt")
+        of_row = row.get("system_prompt")
         return cls(
-            **fields, prompt=prompt, system_prompt=system if own is None else own, columns=apart
+            **fields,
+            prompt=prompt,
+            system_prompt=system if of_row is None else of_row,
+            columns=apart,
         )
 
     def row(self) -> dict[str, Any]:
         """The columns as the data has them."""
         further: dict[str, Any] = self.model_extra or {}
-        own = {name: value for name, value in further.items() if name != KEY}
-        return own | dict(self.columns)
+        columns = {name: value for name, value in further.items() if name != KEY}
+        return columns | dict(self.columns)
 
 
 class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
@@ -124,7 +127,7 @@ class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
     async def call(
         self, function: RewardFunction, available: Mapping[str, Any]
     ) -> dict[str, float]:
-        """The terms of one function. What it raises names it and the row."""
+        """The terms of one function. Its exceptions are raised again with its name and the row."""
         row = "?" if self.data.idx is None else str(self.data.idx + 1)
         try:
             return terms_of(function, await function(**available))
@@ -167,10 +170,10 @@ TRAVELED = "<dynamic-code>"
 def _place(error: BaseException) -> str:
     """The line of the user's code that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    if not own:
+    outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    if not outside:
         return ""
-    last = next((frame for frame in reversed(own) if frame.filename == TRAVELED), own[-1])
+    last = next((frame for frame in reversed(outside) if frame.filename == TRAVELED), outside[-1])
     file = "the script or cell" if last.filename == TRAVELED else last.filename
     return f" (line {last.lineno} of {file})"
 
@@ -188,7 +191,7 @@ class FunctionTaskset(vf.Taskset[FunctionTask, FunctionConfig]):
         config = self.config
         rows = rows_for(config)
         origin = (config.data, config.task.reward, config.functions)
-        key = register(config.task.load(), config.weights, rows, origin)
+        key = register(config.task.load(), config.weights, rows=rows, origin=origin)
         for row in rows:
             data = FunctionData.of(row, row[config.prompt_column], config.system)
             if key is not None and data.model_extra is not None:

@@ -115,7 +115,7 @@ def _only_here() -> dict[str, Any]:
     folder that it added to ``sys.path``."""
     fresh = _fresh_path()
     extra = {os.path.abspath(folder) for folder in sys.path} - {os.path.abspath(f) for f in fresh}
-    found: dict[str, Any] = {}
+    here: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or name == "__main__" or getattr(module, "__name__", name) != name:
@@ -128,8 +128,8 @@ def _only_here() -> dict[str, Any]:
         if folder not in extra:
             continue
         if importlib.machinery.PathFinder.find_spec(top, [*fresh]) is None:
-            found[name] = module
-    return found
+            here[name] = module
+    return here
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import msgspec
 
 from in_process.seam import ProviderError
 from prime_rl_engine_kit import batch
-from prime_rl_engine_kit.batch import Abort, Answer, Batch, BatchRequest, take_answers
+from prime_rl_engine_kit.batch import Abort, Answer, BatchRequest, RequestBatch, take_answers
 
 Waiting = tuple[BatchRequest, "asyncio.Future[Answer]"]
 
@@ -102,7 +102,7 @@ class BatchConnection:
         """Send a batch, and hand out its answers as they come."""
         async with self._session.post(
             self._root + batch.ROUTE,
-            data=msgspec.msgpack.encode(Batch(list(requests))),
+            data=msgspec.msgpack.encode(RequestBatch(list(requests))),
             headers={"Content-Type": "application/msgpack"},
             timeout=self._timeout,
         ) as response:
@@ -125,7 +125,8 @@ class BatchConnection:
         self._unwanted.append(request_id)
 
     async def _send_aborts(self) -> None:
-        names, self._unwanted = self._unwanted, []
+        names = self._unwanted
+        self._unwanted = []
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             body = msgspec.msgpack.encode(Abort(names))
             async with self._session.post(self._root + batch.ABORT_ROUTE, data=body):

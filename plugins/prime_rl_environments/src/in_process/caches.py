@@ -127,8 +127,8 @@ def _names(kind: type, mark: str) -> list[str]:
 def marked_methods(owner: Any, mark: str) -> list[Hook]:
     """The methods of ``owner`` with a mark, by priority and name."""
     kind: Any = type(owner)
-    found = [getattr(owner, name) for name in _names(kind, mark)]
-    methods = [method for method in found if hasattr(method, mark)]
+    members = [getattr(owner, name) for name in _names(kind, mark)]
+    methods = [method for method in members if hasattr(method, mark)]
     methods.sort(key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
     return methods
 

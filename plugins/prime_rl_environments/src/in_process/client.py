@@ -44,6 +44,7 @@ from prime_rl_engine_kit.batch import (
     bytes_to_logprobs,
     ids_to_bytes,
 )
+from prime_rl_engine_kit.routes import packed_entry
 
 Wire = dict[str, Any]
 
@@ -160,7 +161,7 @@ class FastTrainClient(TrainClient):
         response = response_from_generate(result, body["model"], bridged, kinds)
         response.raw = serialize_completion(response, body["model"])
         malformed = [call for call in result["tool_calls"] or () if not call.name]
-        if malformed and tools and result["finish_reason"] != "length":  # else a limit cut it off
+        if malformed and tools and result["finish_reason"] != "length":  # or a limit cut it off
             message = response.raw["choices"][0]["message"]
             message[MALFORMED] = [fault_of(call) for call in malformed]
 
@@ -220,7 +221,10 @@ class FastTrainClient(TrainClient):
     ) -> Wire:
         """The same result, by a request that shares its HTTP request with others."""
         if tools and not getattr(renderer, "supports_tools", True):
-            raise ValueError(f"{type(renderer).__name__} does not support tools")
+            raise ValueError(
+                f"{type(renderer).__name__} does not support tools, which this task has. Set "
+                "[orchestrator.renderer] name to the renderer of the model's family."
+            )
         ours = {"stop_token_ids": renderer.get_stop_token_ids(), "logprobs": 1}
         call = current_call()
         wanted = {**request, "sampling_params": {**request["sampling_params"], **ours}}
@@ -246,7 +250,17 @@ class FastTrainClient(TrainClient):
             if called and answer.finish_reason == "stop"
             else answer.finish_reason,
             "prompt_attribution": rendered,
+            "routed_experts": routes_of(answer),
         }
+
+
+def routes_of(answer: Answer) -> Wire | None:
+    """``routed_experts`` as verifiers reads them. None: the engine does not record them."""
+    if not answer.routes:
+        return None
+    return packed_entry(
+        answer.routes, answer.routes_shape, answer.routes_dtype, answer.routes_start
+    )
 
 
 def read_columns(answer: Answer) -> tuple[list[int], list[float]]:

@@ -37,7 +37,7 @@ connection fails."""
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """The current generate call."""
 
     seed_offset: int
@@ -46,14 +46,14 @@ class Call:
     """Collects the policy versions of the tokens."""
 
 
-_call: ContextVar[Call | None] = ContextVar("call", default=None)
+_call: ContextVar[GenerateCall | None] = ContextVar("call", default=None)
 
 
 @contextmanager
 def recorded_versions(agent: str, number: int, run: int = 0) -> Iterator[list[Span]]:
     """Collect the spans of the model call made in this context: call ``number`` of an agent's
     ``run`` in its episode. Empty if the engine does not report versions."""
-    call = Call(seed_offset(agent, number, run), [])
+    call = GenerateCall(seed_offset(agent, number, run), [])
     token = _call.set(call)
     try:
         yield call.spans
@@ -77,7 +77,7 @@ def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
     return {**body, "sampling_params": {**parameters, "seed": seed}}
 
 
-def current_call() -> Call | None:
+def current_call() -> GenerateCall | None:
     """The call that ``recorded_versions`` surrounds. None: there is none."""
     return _call.get()
 
@@ -123,7 +123,7 @@ def with_token_names(reply: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     """The part of an ``httpx.Response`` that ``generate`` reads."""
 
     content: bytes
@@ -160,8 +160,8 @@ class EngineConnection:
             return {}
 
     async def _read_card(self, model: str) -> dict[str, Any]:
-        found = await self.get("/models", cast_to=dict)
-        cards = (card for card in found.get("data") or () if isinstance(card, dict))
+        reply = await self.get("/models", cast_to=dict)
+        cards = (card for card in reply.get("data") or () if isinstance(card, dict))
         return next((card for card in cards if card.get("id") == model), {})
 
     async def get(self, path: str, *, cast_to: Any) -> Any:
@@ -172,7 +172,7 @@ class EngineConnection:
 
     async def post(
         self, url: str, *, cast_to: Any, body: Any, options: Mapping[str, Any] | None = None
-    ) -> Reply:
+    ) -> HttpReply:
         """POST JSON. Raises ``ProviderError`` with the engine's status and reason, 503 if it cannot
         be reached, 504 on a timeout."""
         headers = (options or {}).get("headers")
@@ -201,7 +201,7 @@ class EngineConnection:
 
         if call is not None:
             call.spans.extend(version_spans(content))
-        return Reply(with_token_names(content))
+        return HttpReply(with_token_names(content))
 
     async def close(self) -> None:
         await self.batches.close()

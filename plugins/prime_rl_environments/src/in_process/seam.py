@@ -22,12 +22,12 @@ SUPPORTED_VERIFIERS = "0.4.0"
 
 def _check() -> None:
     """Raise ``PluginError`` if this is another version of verifiers."""
-    found = version("verifiers")
-    if found != SUPPORTED_VERIFIERS:
+    installed = version("verifiers")
+    if installed != SUPPORTED_VERIFIERS:
         raise PluginError(
-            f"harness in-process: found verifiers {found}, expected {SUPPORTED_VERIFIERS}, because "
-            f'it uses private names. Run pip install "verifiers=={SUPPORTED_VERIFIERS}", or choose '
-            "another harness."
+            f"harness in-process: found verifiers {installed}, expected {SUPPORTED_VERIFIERS}, "
+            "because it uses private names. Run pip install "
+            f'"verifiers=={SUPPORTED_VERIFIERS}", or choose another harness.'
         )
 
 
@@ -52,6 +52,8 @@ try:
     from verifiers.v1.graph import PendingTurn as PendingTurn
     from verifiers.v1.interception.server import InterceptionServer as InterceptionServer
     from verifiers.v1.session import RolloutSession as RolloutSession
+    from verifiers.v1.types import AssistantMessage as AssistantMessage
+    from verifiers.v1.types import Response as Response
 
     from in_process import caches as caches
 except ImportError as error:

@@ -69,7 +69,9 @@ def keeping_text(parse: Callable[..., ParsedResponse], renderer: Any) -> Callabl
         if dropped:
             calls = [unreadable(dropped, "no call follows its first token")]
         texts = [text_of(call, tokens, renderer) for call in calls if not call.name]
-        content = "\n".join(filter(None, [parsed.content, *texts]))
+        before = text_before_header(tokens, renderer)
+        beside = texts_beside(parsed, tokens, renderer)
+        content = "\n".join(filter(None, [before, parsed.content, *texts, *beside]))
         return replace(parsed, content=content, tool_calls=calls)
 
     parse_response.keeps_text = True  # type: ignore[attr-defined]
@@ -91,6 +93,44 @@ def dropped_section(parsed: ParsedResponse, text: str) -> str:
     rest = text[text.rindex(kept) + len(kept) :]
     marker = MARKER.search(rest)
     return "" if marker is None else rest[marker.start() :]
+
+
+TAG = re.compile(r"<[^<>]*>")
+"""Markers that begin or end a part of a reply, where a model writes them as text."""
+HEADER = "<|end_header_id|>"
+ROLE = re.compile(r"<\|start_header_id\|>\w*$")
+
+
+def text_before_header(tokens: Sequence[int], renderer: Any) -> str:
+    """The text that the model wrote before the end of a header. The parser of Llama 3 reads only
+    what follows the header. Empty for the header of the reply itself, which has a role and nothing
+    before it."""
+    text = decode(renderer, tokens)
+    if HEADER not in text:
+        return ""
+    known = renderer._tokenizer.convert_tokens_to_ids(HEADER)
+    if known not in tokens:  # written as text, which no parser looks for
+        return ""
+    end = len(tokens) - 1 - [*reversed(tokens)].index(known)
+    head = ROLE.sub("", decode(renderer, tokens[:end])).strip()
+    return head
+
+
+def texts_beside(parsed: ParsedResponse, tokens: Sequence[int], renderer: Any) -> list[str]:
+    """The text in a section of calls that is no call, and the text after the last call, where the
+    parser has dropped it."""
+    spans = sorted(call.token_span for call in parsed.tool_calls if call.token_span is not None)
+    if not spans or len(spans) < len(parsed.tool_calls):  # another call may be in such a text
+        return []
+    first, _ = spans[0]
+    _, *sections = MARKER.split(decode(renderer, tokens[:first]))
+    lead = sections[-1] if sections else ""  # what stands before a section is content
+    ends = [end for _, end in spans]
+    starts = [start for start, _ in spans[1:]] + [len(tokens)]
+    gaps = [decode(renderer, tokens[end:start]) for end, start in zip(ends, starts, strict=True)]
+    kept = "".join(f"{parsed.content or ''}{parsed.reasoning_content or ''}".split())
+    texts = [TAG.sub("", text).strip() for text in (lead, *gaps)]
+    return [text for text in texts if re.search(r"\w", text) and "".join(text.split()) not in kept]
 
 
 def text_of(call: ParsedToolCall, tokens: Sequence[int], renderer: Any) -> str:

@@ -167,7 +167,8 @@ class TurnDriver:
         turn = graph.prepare_turn(trace, asked.messages, asked.tools)
         trace.preview(turn, turn.tail)
         if session.on_turn_input is not None:
-            on_input, session.on_turn_input = session.on_turn_input, None
+            on_input = session.on_turn_input
+            session.on_turn_input = None
             on_input()
 
         return turn

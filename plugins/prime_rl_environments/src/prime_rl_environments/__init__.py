@@ -1,7 +1,7 @@
 """Environments that run anywhere: tiny policies created locally, and tasks without downloads.
 
 * ``[model] name = "tiny-reverse"`` or ``"tiny-chat"``: the policies (``tiny``).
-* ``[[orchestrator.train.env]] id = "reverse-text"`` (one turn), ``"reverse-retry"`` (user
+* ``[[orchestrator.train.env]] id = "text-reversal"`` (one turn), ``"reverse-retry"`` (user
   feedback), ``"word-lookup"`` (a tool), ``"reverse-relay"`` (a sub-agent), ``"propose-solve"`` (two
   agents): the tasks, each a top-level module.
 * ``id = "function"``: prompts from a list or a file, and reward functions (``function``).
@@ -13,19 +13,10 @@ verifiers imports a taskset or a harness as a top-level module named after its i
 
 from collections.abc import Iterable
 
-from prime_rl import Group, ModelMaker, hookimpl
+from prime_rl import ModelMaker, hookimpl
 from prime_rl_environments.tiny import TinyChat, TinyReverse
 
 
 @hookimpl
 def register_models() -> Iterable[type[ModelMaker]]:
     return [TinyReverse, TinyChat]
-
-
-@hookimpl(tryfirst=True)
-async def score_group(group: Group) -> None:
-    """Add the group rewards of an env ``function``, before its algorithm compares the siblings."""
-    if "group_rewards" in group[0].task:
-        from function.groups import score
-
-        await score(group)

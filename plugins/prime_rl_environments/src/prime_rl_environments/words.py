@@ -48,6 +48,6 @@ def position_score(reply: str, answer: str) -> float:
 
 
 def score_reply(reply: str, task: Mapping[str, Any]) -> float:
-    """``position_score`` with the task's ``answer``, as ``reverse-text`` scores a reply. For an
+    """``position_score`` with the task's ``answer``, as ``text-reversal`` scores a reply. For an
     algorithm that scores replies by itself."""
     return position_score(reply.strip(), str(task["answer"]))

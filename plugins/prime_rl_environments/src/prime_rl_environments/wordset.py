@@ -35,7 +35,9 @@ class WordsConfig(vf.TasksetConfig):
 
     def words(self) -> Iterator[str]:
         """Endless words of the split."""
-        return words(self.seed, self.split, self.min_letters, self.max_letters)
+        return words(
+            self.seed, self.split, min_letters=self.min_letters, max_letters=self.max_letters
+        )
 
 
 def first(examples: Iterator[Any], config: WordsConfig) -> Iterator[Any]:

@@ -6,10 +6,10 @@
 
 The prompt has the first letters of the word to propose. The solver gets a valid proposal
 (``tasks.is_proposal``) ``attempts`` times, each a separate trace in the same episode. The solver's
-reward is the positional score of its reply, as in ``reverse-text``. The proposer's reward is 1 if
+reward is the positional score of its reply, as in ``text-reversal``. The proposer's reward is 1 if
 half the attempts are exactly right, 0 if all or none are, and 0 for an invalid proposal, which the
 solver does not get. Metrics: ``valid``, ``letters`` of the proposal, ``solved`` (share of exact
-attempts); the solver's are those of ``reverse-text``.
+attempts); the solver's are those of ``text-reversal``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import PositiveInt
 from in_process import InProcessHarness
 from prime_rl_environments.tasks import PROPOSE, difficulty_score, is_proposal
 from prime_rl_environments.wordset import WordsConfig, first
-from reverse_text import ReverseTextTask
+from text_reversal import TextReversalTask
 
 
 class ProposeSolveConfig(WordsConfig):
@@ -61,7 +61,9 @@ class ProposeSolveTask(vf.Task[ProposeSolveData]):
         return float(len(trace.last_reply))
 
     def accepts(self, word: str) -> bool:
-        return is_proposal(word, self.data.stem, self.data.shortest, self.data.longest)
+        return is_proposal(
+            word, self.data.stem, min_letters=self.data.shortest, max_letters=self.data.longest
+        )
 
 
 class ProposeSolveTaskset(vf.Taskset[ProposeSolveTask, ProposeSolveConfig]):
@@ -97,7 +99,7 @@ class ProposeSolveEnv(vf.Env[ProposeSolveEnvConfig]):
         if not proposal.ok or not task.accepts(word):
             return
         for _ in range(self.config.attempts):
-            await agents.solver.run(ReverseTextTask.of(word))
+            await agents.solver.run(TextReversalTask.of(word))
 
     async def finalize(self, task: ProposeSolveTask, episode: vf.Episode) -> None:
         """Set the proposer's reward from the attempts."""

@@ -37,7 +37,7 @@ class BestCheckpoint:
         checkpoint is not the best."""
         if self._metric is None or not _is_of(self._metric, metrics):
             return
-        value = _value("ckpt.best", self._metric, step, metrics)
+        value = _value("ckpt.best", self._metric, step=step, metrics=metrics)
         if value is not None and value > self.value:
             self.step = step
             self.value = value
@@ -68,7 +68,7 @@ class EarlyStop:
         config = self._config
         if config.metric is None or not _is_of(config.metric, metrics):
             return
-        value = _value("stop.metric", config.metric, step, metrics)
+        value = _value("stop.metric", config.metric, step=step, metrics=metrics)
         if value is None:
             return
         if value > self._best:
@@ -90,7 +90,7 @@ class EarlyStop:
                 f"{self._best:.4f} at step {self._step}"
             )
             log.info("%s", text)
-            self._marker.write_text(text)
+            self._marker.write_text(text, "utf-8")
 
 
 FORMS = re.compile(
@@ -100,13 +100,15 @@ FORMS = re.compile(
     r"|all/(metrics/.+|is_completed|is_truncated|has_error)/mean"
     r"|all/(stop_condition|error)/.+"
 )
-"""What ``eval/ENV/`` may be followed by (``figures.py``)."""
+"""Names that may follow ``eval/ENV/`` (``figures.py``)."""
 
 
 def check(config: RunConfig) -> None:
     """Raise ``ConfigError`` if a metric is not measured at the steps where it decides, or has a
     name that no evaluation measures."""
     envs = {env.label: env for env in config.orchestrator.eval.env}
+    if not config.orchestrator.eval.max_hold_seconds:
+        _check_holds_nothing(config)
     for key, metric, every in (
         ("ckpt.best", config.ckpt.best, config.ckpt.interval),
         ("stop.metric", config.stop.metric, 1),
@@ -116,11 +118,15 @@ def check(config: RunConfig) -> None:
         due = [env for env in envs.values() if env.interval and _name_in(metric, env.label)]
         interval = due[0].interval if due else None
         if not (interval and every and interval % every == 0):
+            wanted = "an interval"
+            if key == "ckpt.best":
+                of_checkpoints = f"= {every}" if every else "(not set)"
+                wanted += f" that is a multiple of ckpt.interval {of_checkpoints}"
+            intervals = [f"{name} with interval {env.interval}" for name, env in envs.items()]
             raise ConfigError(
-                f"{key} = {metric!r}: expected eval/ENV/NAME of an [[orchestrator.eval.env]] with "
-                f"an interval that is a multiple of {every or 'ckpt.interval, unset'}; found the "
-                f"envs and intervals { ({name: env.interval for name, env in envs.items()}) }. Set "
-                "the intervals."
+                f"{key} = {metric!r}: expected eval/ENV/NAME, such as eval/ENV/all/reward/mean, of "
+                f"an [[orchestrator.eval.env]] that has {wanted}; found "
+                f"{', '.join(intervals) or 'no [[orchestrator.eval.env]]'}. Set the intervals."
             )
 
         name = _name_in(metric, due[0].label) or ""
@@ -133,6 +139,21 @@ def check(config: RunConfig) -> None:
                 f"{key} = {metric!r}: no evaluation measures {name!r}. Close: "
                 + ", ".join(f"eval/{due[0].label}/{each}" for each in close)
             )
+
+
+def _check_holds_nothing(config: RunConfig) -> None:
+    """Raise ``ConfigError`` where a mixture of versions, or none at all, would be measured."""
+    where = "orchestrator.eval.max_hold_seconds = 0"
+    if config.ckpt.best is not None:
+        raise ConfigError(
+            f"{where} measures a mixture of versions, and ckpt.best keeps the checkpoint of one. "
+            "Leave one of them out."
+        )
+    if config.deployment.colocated:
+        raise ConfigError(
+            f"{where}: with deployment.colocated the engines sleep while the trainer works, and an "
+            "evaluation has to end before. Leave one of them out."
+        )
 
 
 def _name_in(metric: str, env: str) -> str | None:

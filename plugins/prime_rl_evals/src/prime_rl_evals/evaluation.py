@@ -9,6 +9,9 @@ Training loses little. Its rollouts keep every slot they may have: an evaluation
 leave, and a quarter more. Batches are still sampled and trained as far ahead of the version as
 ever. An evaluation that holds a new version back for ``max_hold_seconds`` is cut short: its
 unfinished rollouts are cancelled, left out of the means, and counted (``eval/ENV/cancelled``).
+
+With ``max_hold_seconds = 0`` an evaluation delays no version. Its rollouts go on under the next
+weights, as those of training do. What is due meanwhile follows at the version that is served then.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
+from typing import TypedDict
 
 from prime_rl import Observer, ObserverHost, PluginConfig
 from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import failed
-from prime_rl.rundir.rows import read_rows
+from prime_rl.errors import RunError
+from prime_rl.rundir.rows import read_rows, read_table
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
+from prime_rl_evals.eval_rollouts import save_rollouts
 from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
@@ -39,7 +45,6 @@ from prime_rl_evals.figures import (
     of_the_policy,
     summarize,
 )
-from prime_rl_evals.rollouts import save_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,7 @@ CANCEL_SECONDS = 10.0
 
 @dataclass(kw_only=True)
 class EvalLine(EvalResult):
-    """What a line of ``evals.jsonl`` has."""
+    """The fields of a line of ``evals.jsonl``."""
 
     step: int
     when: str
@@ -85,7 +90,7 @@ class EvalLog:
         line = {"step": result.policy_version, "when": when, **asdict(result)}
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.error("cannot write to %s: %s", self.path, error)
@@ -135,6 +140,7 @@ class Evaluation(Observer):
             for result in self.eval_log.results[when]:
                 self._best.measured(result.policy_version, result.as_metrics())
                 self._stop.measured(result.policy_version, result.as_metrics(), may_end=False)
+                self.host.evaluated(result.policy_version, result.as_metrics())
         for env in self.envs:
             await self._open.enter_async_context(env.environment)
 
@@ -146,14 +152,18 @@ class Evaluation(Observer):
 
     async def before_training(self) -> None:
         """Evaluate the first weights, unless an earlier attempt has, and make up for evaluations
-        that an earlier attempt did not complete."""
+        that an earlier attempt did not complete. With ``retrigger_on_resume``, begin to evaluate
+        the weights of a resumed run, also those that are measured."""
         unmeasured = self._unmeasured()
         if unmeasured:
             await self._evaluate(BEFORE, unmeasured, self.policy.version)
         last = {env.name: self._began_with for env in self.envs}
         for result in (*self.eval_log.results[BEFORE], *self.eval_log.results[DURING]):
             last[result.env] = max(result.policy_version, last.get(result.env, 0))
-        self._begin([env for env in self.envs if env.is_due(self._last_seen, last[env.name])])
+        is_again = self.settings.retrigger_on_resume and self._last_seen > self._began_with
+        self._begin(
+            [env for env in self.envs if is_again or env.is_due(self._last_seen, last[env.name])]
+        )
 
     def _unmeasured(self) -> list[EvalEnv]:
         """What is evaluated before training. A run that resumes its own checkpoint has measured its
@@ -166,6 +176,7 @@ class Evaluation(Observer):
 
     async def after_training(self) -> None:
         """Evaluate the last weights, unless an attempt that failed later has."""
+        await self._idle.wait()  # one that holds nothing back may not be done
         version = self.policy.version
         before = self.eval_log.results[DURING]
         measured = {each.env for each in before if each.policy_version == version}
@@ -188,11 +199,16 @@ class Evaluation(Observer):
         """Evaluate what is due between steps, until cancelled."""
         while True:
             version, envs = await self._due.get()
+            if not self.settings.max_hold_seconds:
+                while not self._due.empty():  # the newest stands for those that it overtook
+                    _, others = self._due.get_nowait()
+                    envs = [env for env in self.envs if env in envs or env in others]
+                version = self.policy.version
             await self._evaluate(DURING, envs, version)
 
     async def version_pending(self, version: int) -> None:
         """Wait until the evaluation of the present version is done, or cut it short."""
-        if self._idle.is_set():
+        if self._idle.is_set() or not self.settings.max_hold_seconds:
             return
         started = time.perf_counter()
         try:
@@ -201,7 +217,7 @@ class Evaluation(Observer):
             async with asyncio.timeout(self.settings.max_hold_seconds):
                 await self._idle.wait()
         except TimeoutError:
-            if not self._idle.is_set():  # else it has just ended, and the next one would be cut
+            if not self._idle.is_set():  # otherwise the next one would be cut
                 self._cut.set()
             await self._idle.wait()
 
@@ -219,35 +235,39 @@ class Evaluation(Observer):
         if jobs:  # before the first rollout ends: the watchdog must see that we work
             self._report(when)
         try:
-            await self._sample(when, jobs, version, finished)
+            await self._sample(when, jobs, version=version, finished=finished)
             for env in envs:
-                own = [job for job in finished if job.env is env]
-                own.sort(key=lambda job: (job.example, job.member))
-                if not own:
+                of_env = [job for job in finished if job.env is env]
+                of_env.sort(key=lambda job: (job.example, job.member))
+                if not of_env:
                     self._nothing_finished(env, version)
                     continue
-                self._add(when, summarize(env, version, [finished[job] for job in own]))
+                self._add(when, summarize(env, version, [finished[job] for job in of_env]))
                 if self.context.config.orchestrator.save_rollouts:
-                    answered = {job: finished[job] for job in own}
-                    save_rollouts(self.context.run_dir, env, version, answered)
+                    answered = {job: finished[job] for job in of_env}
+                    save_rollouts(self.context.run_dir, env, version=version, finished=answered)
         finally:
             self.total = self.finished = 0
-            self._idle.set()
+            if self._due.empty():
+                self._idle.set()
             self._cut.clear()
             self._report()
 
     async def _sample(
         self, when: str, jobs: Sequence[Job], version: int, finished: dict[Job, Finished]
     ) -> None:
-        most = self.context.config.orchestrator.max_inflight
         waiting = list(reversed(jobs))
         pending = set[asyncio.Task[None]]()
         try:
             while (waiting or pending) and not self._cut.is_set():
-                slots = free_slots(most, self.host.num_inflight())
+                slots = free_slots(self.host.max_inflight(), self.host.num_inflight())
                 while waiting and len(pending) < slots:
                     job = waiting.pop()
-                    pending.add(asyncio.create_task(self._one(when, job, version, finished)))
+                    pending.add(
+                        asyncio.create_task(
+                            self._one(when, job, version=version, finished=finished)
+                        )
+                    )
                 done, pending = await asyncio.wait(
                     pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -259,6 +279,8 @@ class Evaluation(Observer):
     async def _one(self, when: str, job: Job, version: int, finished: dict[Job, Finished]) -> None:
         env = job.env
         seed = self.context.config.seed + job.example * env.group_size + job.member
+        # One that holds nothing back begins some of its rollouts under newer weights.
+        salt = str(version if self.settings.max_hold_seconds else self.policy.version)
         self.inflight += 1
         try:
             results = await self.host.shared.router.run(
@@ -268,7 +290,7 @@ class Evaluation(Observer):
                     model=endpoint,
                     sampling=env.sampling,
                     group_id=job.example,
-                    cache_salt=str(version),
+                    cache_salt=salt,
                     seed=seed,
                 ),
             )
@@ -319,9 +341,15 @@ class Evaluation(Observer):
         log.info("eval %s %s: reward %.4f", result.env, at, result.reward)
         metrics = result.as_metrics()
         self.host.log(result.policy_version, metrics)
+        self.host.evaluated(result.policy_version, metrics)
+        known = [each for results in self.eval_log.results.values() for each in results]
+        is_again = any(
+            (each.env, each.policy_version) == (result.env, result.policy_version) for each in known
+        )
         self.eval_log.append(when, result)
         self._best.measured(result.policy_version, metrics)
-        self._stop.measured(result.policy_version, metrics, may_end=when == DURING)
+        if not is_again:  # the same weights are no further step without a new best
+            self._stop.measured(result.policy_version, metrics, may_end=when == DURING)
 
     def _report(self, when: str = DURING) -> None:
         """Publish the progress: in the status while nothing is trained, else for the sampling."""
@@ -333,12 +361,19 @@ class Evaluation(Observer):
     def take_metrics(self) -> dict[str, float]:
         """Rollouts in flight and to come, and the seconds since the last call that versions were
         held back."""
-        held, self._held = self._held, 0.0
+        held = self._held
+        self._held = 0.0
         return {
             "dispatcher/inflight/eval": float(self.inflight),
             "dispatcher/queued/eval": float(self.total - self.finished - self.inflight),
             "time/hold_weights_for_eval": held,
         }
+
+
+class _FirstStep(TypedDict, total=False):
+    """The facts that are read of a launch."""
+
+    first_step: int
 
 
 def began_with(run_dir: Path, first_step: int) -> int:
@@ -350,7 +385,8 @@ def began_with(run_dir: Path, first_step: int) -> int:
         return first_step - 1
     first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
     try:
-        return int(dict(json.loads(first.read_bytes())).get("first_step", 1)) - 1
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.warning("%s cannot be read, so the run counts as new: %s", first, error)
+        step: int = read_table(first, _FirstStep).get("first_step", 1)
+        return step - 1
+    except (OSError, RunError) as error:
+        log.warning("The run counts as new: %s", error)
         return 0

@@ -15,7 +15,7 @@ from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import RolloutResult
 from prime_rl.rewards import settled
-from prime_rl_observers.rollouts import Reduced, describe
+from prime_rl_observers.rollout_metrics import Reduced, describe
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,14 @@ class EvalEnv:
     @classmethod
     def of(cls, env: EvalEnvConfig, table: EvalConfig, environment: Environment) -> EvalEnv:
         """An entry of ``table``. A sampling parameter that is None is the engine's default."""
-        sampling = env.sampling or table.sampling
-        sizes = env.num_examples, env.group_size, env.interval
-        return cls(env.label, environment, sampling, *sizes)
+        return cls(
+            name=env.label,
+            environment=environment,
+            sampling=env.sampling or table.sampling,
+            num_examples=env.num_examples,
+            group_size=env.group_size,
+            interval=env.interval,
+        )
 
     @property
     def num_rollouts(self) -> int:
@@ -67,8 +72,10 @@ def jobs_of(envs: Sequence[EvalEnv]) -> Iterator[Job]:
     """Every rollout of every env, the envs taking turns."""
     for numbers in zip_longest(*(range(env.num_rollouts) for env in envs)):
         for env, number in zip(envs, numbers, strict=True):
-            if number is not None:
-                yield Job(env, *divmod(number, env.group_size))
+            if number is None:  # this env has fewer
+                continue
+            example, member = divmod(number, env.group_size)
+            yield Job(env, example, member)
 
 
 @dataclass
@@ -115,14 +122,18 @@ class Finished:
 
 def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
     """One episode as one result: the mean of the policy's agents, without agents of other models.
-    Each agent's own reward is the metric ``reward/AGENT``. It has failed if an agent has, as in
-    training: what the others got without it is no measure."""
+    Each agent's own reward is the metric ``reward/AGENT``. An episode fails if one of its agents
+    fails, as in training: the rewards of the others are then no measure."""
     failed = next((result for result in results if not result.ok), None)
     if failed is not None:
         return failed
+
     ours = [result for result in results if result.trainable]
-    if len(ours) < 2:
-        return ours[0] if ours else results[0]
+    if not ours:
+        return results[0]
+    if len(ours) == 1:
+        return ours[0]
+
     columns: dict[str, list[float]] = defaultdict(list)
     for result in ours:
         columns[f"reward/{result.agent}"].append(result.reward)
@@ -130,7 +141,8 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
             columns[name].append(value)
 
     metrics = {name: fmean(values) for name, values in columns.items()}
-    return replace(ours[0], reward=fmean(r.reward for r in ours), metrics=metrics)
+    reward = fmean(result.reward for result in ours)
+    return replace(ours[0], reward=reward, metrics=metrics)
 
 
 def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
@@ -138,15 +150,26 @@ def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalR
     their examples."""
     results = [each.result for each in finished]
     done = [result for result in results if result.ok]
-    reasons = Counter(f"{r.error_type}: {r.error}" for r in results if not r.ok)
+    reasons = Counter(f"{result.error_type}: {result.error}" for result in results if not result.ok)
     for reason, count in reasons.most_common():
         log.warning("eval %r: %d of %d rollouts failed: %s", env.name, count, len(results), reason)
+
     metrics: dict[str, list[float]] = defaultdict(list)
     for result in done:  # each over the rollouts that have it
         for name, value in result.metrics.items():
             metrics[name].append(value)
 
     first = {each.example: each.result for each in reversed(finished)}
+    shown = [
+        {
+            "reward": first[example].reward,
+            "messages": [list(message) for message in first[example].messages],
+            "error": first[example].error,
+        }
+        for example in sorted(first)[:NUM_SHOWN]
+    ]
+    further = measures(f"eval/{env.name}", finished)
+    further[f"eval/{env.name}/cancelled"] = float(env.num_rollouts - len(finished))
     return EvalResult(
         env=env.name,
         policy_version=version,
@@ -154,16 +177,8 @@ def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalR
         num_rollouts=len(results),
         num_failed=len(results) - len(done),
         metrics={name: fmean(values) for name, values in sorted(metrics.items())},
-        shown=[
-            {
-                "reward": first[example].reward,
-                "messages": [list(message) for message in first[example].messages],
-                "error": first[example].error,
-            }
-            for example in sorted(first)[:NUM_SHOWN]
-        ],
-        measures=measures(f"eval/{env.name}", finished)
-        | {f"eval/{env.name}/cancelled": float(env.num_rollouts - len(finished))},
+        shown=shown,
+        measures=further,
     )
 
 
@@ -171,20 +186,31 @@ def measures(name: str, finished: Sequence[Finished]) -> Reduced:
     """``name/all/...`` over every rollout (a failed one counts as reward 0), ``name/effective/...``
     over those that did not fail, and pass@k over examples."""
     done = [each for each in finished if each.result.ok]
-    found: Reduced = {}
+    metrics: Reduced = {}
     for key, values in _columns(finished, done).items():
-        found |= describe(values, f"{name}/{key}")
-    found |= {f"{name}/all/{key}": share for key, share in _endings(finished, done).items()}
+        metrics |= describe(values, f"{name}/{key}")
+    for key, share in _endings(finished, done).items():
+        metrics[f"{name}/all/{key}"] = share
+
     branches = [branch for each in done for branch in each.result.branches]
-    versions = {v for branch in branches for v in branch.policy_versions or () if v >= 0}
+    versions = {
+        version
+        for branch in branches
+        for version in branch.policy_versions or ()
+        if version >= 0  # a token that no policy sampled has -1
+    }
     if versions:  # the engine reports them
-        found[f"{name}/num_policy_versions"] = float(len(versions))
+        metrics[f"{name}/num_policy_versions"] = float(len(versions))
+
     rewards: dict[int, list[float]] = defaultdict(list)
     for each in finished:
         rewards[each.example].append(each.reward)
-    if len(rewards) > 1:
-        found[f"{name}/all/reward/stderr"] = standard_error(list(rewards.values()))
-    return found | {f"{name}/{key}": v for key, v in pass_rates(list(rewards.values())).items()}
+    groups = list(rewards.values())
+    if len(groups) > 1:
+        metrics[f"{name}/all/reward/stderr"] = standard_error(groups)
+    for key, rate in pass_rates(groups).items():
+        metrics[f"{name}/{key}"] = rate
+    return metrics
 
 
 def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str, Sequence[float]]:
@@ -196,9 +222,9 @@ def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str
         "effective/reward": [each.reward for each in done],
         "all/num_turns": [each.result.num_turns for each in done],
         "all/num_branches": [len(each.result.branches) for each in done],
-        "all/num_input_tokens": [given for given, _ in tokens],
-        "all/num_output_tokens": [own for _, own in tokens],
-        "all/num_total_tokens": [given + own for given, own in tokens],
+        "all/num_input_tokens": [num_given for num_given, _ in tokens],
+        "all/num_output_tokens": [num_sampled for _, num_sampled in tokens],
+        "all/num_total_tokens": [sum(numbers) for numbers in tokens],
     }
     named: dict[str, list[float]] = defaultdict(list)
     for each in done:
@@ -215,19 +241,26 @@ def _endings(finished: Sequence[Finished], done: Sequence[Finished]) -> Reduced:
     failures by class."""
     if not finished:
         return {}
-    found = {"is_completed/mean": len(done) / len(finished)}
+
+    shares = {"is_completed/mean": len(done) / len(finished)}
     if done:
-        found["is_truncated/mean"] = fmean(each.result.is_truncated for each in done)
+        shares["is_truncated/mean"] = fmean(each.result.is_truncated for each in done)
+
     stops = Counter(each.result.stop_condition for each in done)
-    found |= {f"stop_condition/{s}": n / len(done) for s, n in sorted(stops.items(), key=str) if s}
+    for condition, number in sorted(stops.items(), key=str):
+        if condition:
+            shares[f"stop_condition/{condition}"] = number / len(done)
+
     failures = Counter(each.result.error_type for each in finished if not each.result.ok)
-    return found | {f"error/{kind}": float(n) for kind, n in sorted(failures.items(), key=str)}
+    for kind, number in sorted(failures.items(), key=str):
+        shares[f"error/{kind}"] = float(number)
+    return shares
 
 
 def standard_error(groups: Sequence[Sequence[float]]) -> float:
-    """Of the mean reward, over at least two examples: rollouts of one example are alike, so each
-    example's mean counts as one observation (Miller 2024, arXiv 2411.00640, section 2.2, for groups
-    of one size)."""
+    """Standard error of the mean reward, over at least two examples: rollouts of one example are
+    alike, so each example's mean counts as one observation (Miller 2024, arXiv 2411.00640, section
+    2.2, for groups of one size)."""
     return stdev(fmean(rewards) for rewards in groups) / sqrt(len(groups))
 
 
@@ -244,12 +277,15 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
     """
     if not groups:
         return {}
+
     most = max(map(len, groups))
     rates = {f"avg@{most}": fmean(fmean(rewards) for rewards in groups)}
     groups = [[settled(reward) for reward in rewards] for rewards in groups]
     if any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
         return rates
-    for k in (2**power for power in range(most.bit_length())):
+
+    for power in range(most.bit_length()):
+        k = 2**power
         counts = [(len(rewards), int(sum(rewards))) for rewards in groups if len(rewards) >= k]
         rates[f"pass@{k}"] = fmean(1 - comb(n - c, k) / comb(n, k) for n, c in counts)
         rates[f"pass^{k}"] = fmean(comb(c, k) / comb(n, k) for n, c in counts)
@@ -262,13 +298,15 @@ def num_tokens(result: RolloutResult) -> tuple[int, int]:
     token ids: as counted by the server."""
     if not any(branch.token_ids for branch in result.branches):
         return result.usage
+
     seen: set[int] = set()
-    given = own = 0
+    num_given = 0
+    num_sampled = 0
     for branch in result.branches:
         pairs = zip(branch.node_ids, branch.sampled_mask, strict=True)
-        fresh = [sampled for node, sampled in pairs if node not in seen]
-        own = own + sum(fresh)
-        given = given + len(fresh) - sum(fresh)
+        fresh = [is_sampled for node, is_sampled in pairs if node not in seen]
+        num_sampled += sum(fresh)
+        num_given += len(fresh) - sum(fresh)
         seen.update(branch.node_ids)
 
-    return given, own
+    return num_given, num_sampled

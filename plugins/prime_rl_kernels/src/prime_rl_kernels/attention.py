@@ -4,9 +4,10 @@ Registered with transformers' ``AttentionInterface``, for every model that takes
 there. The row's ``Documents`` pass through the model's forward as a keyword argument.
 
 ``varlen`` calls the kernel once for each run of documents of equal length, folded into a batch: no
-mask, no padding. The trainer sorts rows by length for that. Measured on CPU it is as
-fast as a padded batch of equal lengths, and padding unequal lengths to share a call gains nothing.
-On a GPU in half precision one varlen kernel computes the whole row. Prefixes that several sequences
+mask, no padding. The trainer sorts rows by length for that. Measured on CPU it is as fast as a
+padded batch of equal lengths, and padding unequal lengths to share a call gains nothing.
+On a GPU in half precision one varlen kernel computes the whole row: torch's own, or with ``flash3``
+FlashAttention 3. Prefixes that several sequences
 share are computed once, and their continuations attend to them by index (``prefix_sharing.py``).
 ``mask`` builds a dense block mask: the reference, and the fallback for models that need what the
 kernels lack.
@@ -24,22 +25,28 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import attention as torch_attention
 
 from prime_rl import ConfigError
+from prime_rl.trainer import context
 from prime_rl.trainer.device import to_device
 
 logger = logging.getLogger("prime_rl.trainer.attention")
-"""Of the trainer: only rank 0 shows its lines."""
+"""The trainer's logger: only rank 0 shows its lines."""
 
-Attention = Literal["varlen", "mask", "sdpa"]
-NAMES: dict[Attention, str] = {name: f"prime_rl_{name}" for name in ("varlen", "mask", "sdpa")}
+Attention = Literal["flash3", "varlen", "mask", "sdpa"]
+NAMES: dict[Attention, str] = {
+    name: f"prime_rl_{name}" for name in ("flash3", "varlen", "mask", "sdpa")
+}
 """The name of each in transformers."""
+FLASH_3 = "FA3"
+"""The name of FlashAttention 3 in torch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +71,7 @@ class Documents:
     lengths: tuple[int, ...]
     device: torch.device
     continuations: tuple[Continuation, ...] = ()
-    """Of shared prefixes (``prefix_sharing.py``)."""
+    """Continuations of shared prefixes (``prefix_sharing.py``)."""
 
     @cached_property
     def longest(self) -> int:
@@ -111,7 +118,7 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Of one layer's attention."""
+    """The inputs of one layer's attention."""
 
     query: Tensor
     """[1, H, T, D]"""
@@ -128,24 +135,33 @@ def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    AttentionInterface.register(NAMES["flash3"], wrapper(_for_transformers(_flash3)))
     AttentionInterface.register(NAMES["varlen"], wrapper(_for_transformers(_varlen)))
     AttentionInterface.register(NAMES["mask"], wrapper(_for_transformers(_mask)))
     AttentionInterface.register(NAMES["sdpa"], _sdpa)
     AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
 
 
-@cache
-def use_flash_attention_3(device: torch.device) -> bool:
-    """Have torch's flash kernel be FlashAttention 3 if ``device`` is a Hopper, torch knows it and
-    the package ``flash_attn_interface`` is installed. The self-check then measures it."""
-    from torch.nn import attention
-
-    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+def has_flash_attention_3(device: torch.device) -> bool:
+    """Whether ``device`` is a Hopper, torch knows FlashAttention 3, and the package
+    ``flash_attn_interface`` is installed."""
+    known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if not hopper or "FA3" not in known or find_spec("flash_attn_interface") is None:
-        return False
-    attention.activate_flash_attention_impl("FA3")
-    return True
+    return hopper and FLASH_3 in known and find_spec("flash_attn_interface") is not None
+
+
+def use_flash(name: str | None) -> None:
+    """Have torch's flash kernel be that of ``name``; None: its own."""
+    current: Callable[[], str | None] = getattr(
+        torch_attention, "current_flash_attention_impl", lambda: None
+    )
+    if current() == name:
+        return
+    if name is None:
+        torch_attention.restore_flash_attention_impl()
+    else:
+        torch_attention.activate_flash_attention_impl(name)
+        logger.info("attention: torch's flash kernel is %s", name)
 
 
 def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -173,10 +189,39 @@ def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tupl
             key = key.to(dtype)
             value = value.to(dtype)
 
-        inputs = Inputs(query, key, value, scaling, sliding_window, documents)
-        return compute(inputs), None
+        is_split = context.num_parts() > 1
+        if is_split:
+            query, key, value = _all_tokens(module, query, key=key, value=value)
+        inputs = Inputs(
+            query, key, value=value, scaling=scaling, window=sliding_window, documents=documents
+        )
+        output = compute(inputs)
+        return context.tokens_for_heads(output) if is_split else output, None
 
     return attention
+
+
+def _all_tokens(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's heads, for all tokens of the row. Raises ``ConfigError`` if the ranks of a row
+    cannot have equally many heads."""
+    parts = context.num_parts()
+    num_heads = query.shape[1]
+    num_pairs = key.shape[1]
+    if num_heads % parts:
+        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ConfigError(
+            f"trainer.context_parallel is {parts}, which does not divide the {num_heads} attention "
+            f"heads of {type(module).__name__}. Set it to one of {fitting}."
+        )
+    if num_pairs % parts:
+        # Fewer keys than ranks: neighbors hold the same. In any other case each head gets its own.
+        copies = parts // num_pairs if parts % num_pairs == 0 else num_heads // num_pairs
+        key = key.repeat_interleave(copies, dim=1)
+        value = value.repeat_interleave(copies, dim=1)
+    query, key, value = (context.heads_for_tokens(each) for each in (query, key, value))
+    return query, key, value
 
 
 def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None]:
@@ -191,10 +236,22 @@ def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None
 def _mask(inputs: Inputs) -> Tensor:
     _log_mask()
     mask = inputs.documents.block_mask(inputs.window)
-    return _attend(inputs.query, inputs.key, inputs.value, mask, inputs.scaling).transpose(1, 2)
+    return _attend(
+        inputs.query, inputs.key, value=inputs.value, mask=mask, scaling=inputs.scaling
+    ).transpose(1, 2)
+
+
+def _flash3(inputs: Inputs) -> Tensor:
+    use_flash(FLASH_3)
+    return _by_document(inputs)
 
 
 def _varlen(inputs: Inputs) -> Tensor:
+    use_flash(None)
+    return _by_document(inputs)
+
+
+def _by_document(inputs: Inputs) -> Tensor:
     query = inputs.query
     key = inputs.key
     value = inputs.value
@@ -229,8 +286,8 @@ def _varlen(inputs: Inputs) -> Tensor:
         q, k, v = (_fold(column, num) for column in columns)
         band = None
         if num_keys > num_queries or window is not None:
-            band = _band(num_queries, num_keys, window or num_keys, query.device)
-        output = _attend(q, k, v, band, inputs.scaling)
+            band = _band(num_queries, num_keys, window=window or num_keys, device=query.device)
+        output = _attend(q, k, value=v, mask=band, scaling=inputs.scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
 
     return torch.cat(outputs)[None]
@@ -281,11 +338,17 @@ def _why_no_kernel(query: Tensor) -> str:
 @cache
 def _varlen_parameters() -> frozenset[str]:
     """The parameters of torch's varlen attention; none where torch lacks it."""
+    varlen_attn = _torch_varlen()
+    return frozenset(signature(varlen_attn).parameters if varlen_attn else ())
+
+
+def _torch_varlen() -> Callable[..., Any] | None:
+    """torch's varlen attention, which 2.9 lacks."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return frozenset()
-    return frozenset(signature(varlen_attn).parameters)
+        return None
+    return cast(Callable[..., Any], varlen_attn)
 
 
 @cache
@@ -307,8 +370,8 @@ def _log_choice(reason: str, on_gpu: bool) -> None:
 
 
 def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    varlen_attn = _torch_varlen()
+    assert varlen_attn is not None  # otherwise `_why_no_kernel` has a reason
     columns = (inputs.query, inputs.key, inputs.value)
     q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
     offsets = inputs.documents.offsets

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveInt
-
 from prime_rl import Kernel, PluginConfig
 
 if TYPE_CHECKING:
@@ -27,10 +25,14 @@ class KernelConfig(PluginConfig):
 
     fused_lm_head: Literal["auto"] | bool = "auto"
     """Compute logits in blocks and never store them."""
-    lm_head_block: PositiveInt | None = None
-    """Logits per block. None: by device."""
     share_prompts: bool = True
     """Compute a prompt shared by rollouts of a row once."""
+    triton_kernels: bool = True
+    """On a GPU: norms, rotary embeddings, SwiGLU and the head's passes over logits by Triton."""
+    keep_attention: bool = False
+    """Recomputed blocks keep the output of their attention."""
+    offload_activations: bool = False
+    """The inputs of recomputed blocks lie in host memory between the passes."""
 
 
 class Varlen(Kernel):
@@ -39,6 +41,7 @@ class Varlen(Kernel):
 
     name = "varlen"
     config_class = KernelConfig
+    computes_tokens_of_others = True
     config: KernelConfig
 
     def prepare(self, compiled: bool) -> None:
@@ -54,26 +57,43 @@ class Varlen(Kernel):
     def prepare_blocks(
         self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
     ) -> None:
-        """Besides, layers on CPU are replaced by faster ones; the compiler has its own."""
+        """Besides, layers are replaced by faster ones; the compiler has its own."""
+        from prime_rl_kernels import gpu_layers
         from prime_rl_kernels.blocks import prepare_blocks
         from prime_rl_kernels.layers import replace_layers
         from prime_rl_kernels.products import replace_linears
 
-        if device.type == "cpu" and not compiled:
+        if not compiled and self.uses_triton(device):
+            gpu_layers.replace_layers(model)
+        elif device.type == "cpu" and not compiled:
             replace_linears(model)
             replace_layers(model)
-        prepare_blocks(model, recomputed, compiled, device)
+        prepare_blocks(
+            model,
+            recomputed,
+            compiled=compiled,
+            device=device,
+            keeps_attention=self.config.keep_attention,
+            offloads=self.config.offload_activations,
+        )
+
+    def uses_triton(self, device: torch.device) -> bool:
+        """Whether Triton kernels compute there: their numbers are checked once."""
+        from prime_rl_kernels import gpu_check
+
+        return self.config.triton_kernels and gpu_check.is_usable(device)
 
     def packings(self, device: torch.device) -> Sequence[Packing]:
         """Apart, transformers' ``sdpa`` takes less memory than its ``eager``."""
         from prime_rl.trainer.packing import Packing
-        from prime_rl_kernels.attention import NAMES, use_flash_attention_3
-        from prime_rl_kernels.packing import Packed, Shared
+        from prime_rl_kernels.attention import NAMES, has_flash_attention_3
+        from prime_rl_kernels.packing import SharedPrompts, WholeRow
 
-        use_flash_attention_3(device)
         # The GPU's kernel has no continuations.
-        shared = [Shared()] if self.config.share_prompts and device.type == "cpu" else []
-        return [*shared, Packed(), Packing("apart", NAMES["sdpa"])]
+        shared = [SharedPrompts()] if self.config.share_prompts and device.type == "cpu" else []
+        # If its numbers are off, the self-check goes on to torch's own kernel.
+        flash3 = [WholeRow(attention=NAMES["flash3"])] if has_flash_attention_3(device) else []
+        return [*shared, *flash3, WholeRow(), Packing("apart", NAMES["sdpa"])]
 
     def logprobs(
         self,
@@ -102,12 +122,19 @@ class Varlen(Kernel):
                 return None
             logits = product(pad_rows(hidden), head.weight, head.bias)[: len(hidden)]
             apply: Any = LogprobAndEntropy.apply
-            found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
-            return found
+            outputs: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
+            return outputs
 
-        block = self.config.lm_head_block or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
+        block = self.block_logits or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
         return fused_logprobs(
-            hidden, head.weight, head.bias, temperatures, labels, block, entropy_gradient
+            hidden,
+            head.weight,
+            bias=head.bias,
+            temperatures=temperatures,
+            labels=labels,
+            block_logits=block,
+            entropy_gradient=entropy_gradient,
+            triton=self.uses_triton(hidden.device),
         )
 
 
@@ -127,6 +154,6 @@ class Mask(Varlen):
         """The mask has no continuations."""
         from prime_rl.trainer.packing import Packing
         from prime_rl_kernels.attention import NAMES
-        from prime_rl_kernels.packing import Packed
+        from prime_rl_kernels.packing import WholeRow
 
-        return [Packed(attention=NAMES["mask"]), Packing("apart", NAMES["sdpa"])]
+        return [WholeRow(attention=NAMES["mask"]), Packing("apart", NAMES["sdpa"])]

@@ -29,17 +29,17 @@ def replace_layers(model: nn.Module) -> None:
     """Replace the norms of the model, and the rotary embedding of the modules of its classes."""
     for module in model.modules():
         kind: Any = type(module)
-        if hasattr(module, "variance_epsilon") and _is_rms_norm(kind):
+        if hasattr(module, "variance_epsilon") and is_rms_norm(kind):
             module.__class__ = _fast_norm(kind)
 
     for name in sorted({type(module).__module__ for module in model.modules()}):
         namespace = sys.modules.get(name)
         rotate = getattr(namespace, ROTARY, None)
-        if rotate is not None and _is_rotary(rotate):
+        if rotate is not None and is_rotary(rotate):
             setattr(namespace, ROTARY, _fast_rotary(rotate))
 
 
-def _agree(found: Callable[[], Any], expected: Callable[[], Any]) -> bool:
+def agree(found: Callable[[], Any], expected: Callable[[], Any]) -> bool:
     """Whether both return the same numbers; False if one fails."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         try:
@@ -83,14 +83,14 @@ class RMSNorm(torch.autograd.Function):
 
 
 @cache
-def _is_rms_norm(kind: Any) -> bool:
+def is_rms_norm(kind: Any) -> bool:
     """Whether a norm of this class, with ``weight`` and ``variance_epsilon``, is ``RMSNorm``."""
     if getattr(kind, "_is_fast", False) or kind.__init__ is nn.Module.__init__:
         return False
     x = torch.linspace(-3, 2, 24).view(2, 12)
     weight = torch.linspace(0.5, 2, 12)
     norm: Any = SimpleNamespace(weight=weight, variance_epsilon=0.1)
-    return _agree(lambda: kind.forward(norm, x), lambda: RMSNorm.apply(x, weight, 0.1))  # type: ignore[no-untyped-call]
+    return agree(lambda: kind.forward(norm, x), lambda: RMSNorm.apply(x, weight, 0.1))  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -117,14 +117,20 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, _halves(sin), -1)
+        return _rotated(x, cos, sin=_halves(sin), sign=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         first, second = _halves(sin)
-        return _rotated(grad, cos, (second, first), 1), None, None
+        return _rotated(grad, cos, sin=(second, first), sign=1), None, None
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(-x2, x1) of the halves x = (x1, x2)."""
+    x1, x2 = _halves(x)
+    return torch.cat((-x2, x1), dim=-1)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,14 +149,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: tuple[Tensor, Tensor], sign: int) -> T
     return total
 
 
-def _is_rotary(rotate: Callable[..., Any]) -> bool:
+def is_rotary(rotate: Callable[..., Any]) -> bool:
     """Whether the function rotates queries and keys [B, H, T, D] by angles [B, T, D]."""
     if getattr(rotate, "_is_fast", False):
         return False
     numbers = torch.linspace(-2, 3, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
     angles = torch.linspace(0, 4, 2 * 5 * 8).view(2, 5, 8)
-    given = (numbers, numbers[:, :1] + 1, angles.cos(), angles.sin())
-    return _agree(lambda: _fast_rotary(rotate)(*given), lambda: rotate(*given))
+    inputs = (numbers, numbers[:, :1] + 1, angles.cos(), angles.sin())
+    return agree(lambda: _fast_rotary(rotate)(*inputs), lambda: rotate(*inputs))
 
 
 def _fast_rotary(rotate: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,24 +11,28 @@ whole row. The trainer measures which way a model needs (``self_check``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.trainer import context
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packing import Ints, Layout, Packing, decode
+from prime_rl.trainer.routes import among_padding
 from prime_rl_kernels.attention import NAMES, Documents
 from prime_rl_kernels.prefix_sharing import RowLayout, shared_layout
 
 
 @dataclass(frozen=True)
-class Packed(Packing):
-    """One call for the row."""
+class WholeRow(Packing):
+    """One call for the row. Of several ranks that compute it, each calls the model with its part of
+    the tokens."""
 
     name: str = "packed"
     attention: str = NAMES["varlen"]
+    splits_rows: ClassVar[bool] = True
 
     def lay_out(
         self,
@@ -37,14 +41,25 @@ class Packed(Packing):
         lengths: Ints,
         targets: Ints,
         device: torch.device,
+        ends: Ints | None = None,
     ) -> Layout:
-        """Every token, as it lies in the row."""
-        documents = Documents(tuple(lengths.tolist()), device)
+        """Every token, as it lies in the row, and a document that fills the last rank's part."""
         positions = np.arange(len(token_ids)) - (np.cumsum(lengths) - lengths)[sequence_ids]
+        filling = context.padded(len(token_ids)) - len(token_ids)
+        computed = lengths
+        present = None
+        if filling:  # no target reads it
+            present = to_device(np.arange(len(token_ids) + filling) < len(token_ids), bool, device)
+            token_ids = np.concatenate([token_ids, np.repeat(token_ids[:1], filling)])
+            positions = np.concatenate([positions, np.arange(filling)])
+            computed = np.append(lengths, filling)
+        documents = Documents(tuple(computed.tolist()), device)
         return RowLayout(
             token_ids=to_device(token_ids, np.int64, device),
-            lengths=documents.lengths,
+            lengths=tuple(lengths.tolist()),
             sources=to_device(targets - 1, np.int64, device),
+            ends=None if ends is None else to_device(ends, np.int64, device),
+            present=present,
             position_ids=to_device(positions, np.int64, device),
             documents=documents,
         )
@@ -52,21 +67,24 @@ class Packed(Packing):
     def hidden_states(self, model: Any, layout: Layout) -> Tensor:
         """[U, D] of the tokens of ``layout``, in its order."""
         row = cast(RowLayout, layout)
-        return decode(
-            model,
-            row.token_ids[None],
-            position_ids=row.position_ids[None],
-            documents=row.documents,
-            **self.boundaries(row.documents),
-        )[0]
+        present = None if row.present is None else context.part_of_tokens(row.present)
+        with among_padding(present):
+            states = decode(
+                model,
+                context.part_of_tokens(row.token_ids)[None],
+                position_ids=context.part_of_tokens(row.position_ids)[None],
+                documents=row.documents,
+                **self.boundaries(row.documents),
+            )
+        return context.whole(states[0])
 
     def boundaries(self, documents: Documents) -> dict[str, Tensor]:
-        """For kernels of recurrent and convolution layers."""
-        return documents.boundaries
+        """For kernels of recurrent and convolution layers, which need all tokens of a document."""
+        return documents.boundaries if context.num_parts() == 1 else {}
 
 
 @dataclass(frozen=True)
-class Shared(Packed):
+class SharedPrompts(WholeRow):
     """One call for the row, with prompts that several sequences share computed once."""
 
     name: str = "shared"
@@ -78,11 +96,14 @@ class Shared(Packed):
         lengths: Ints,
         targets: Ints,
         device: torch.device,
+        ends: Ints | None = None,
     ) -> Layout:
-        """Shared prompts once, and nothing that no target depends on."""
+        """Shared prompts once, and nothing that no target or end depends on."""
         if not len(targets):
-            return super().lay_out(token_ids, sequence_ids, lengths, targets, device)
-        return shared_layout(token_ids, sequence_ids, lengths, targets, device)
+            return super().lay_out(token_ids, sequence_ids, lengths, targets, device, ends)
+        return shared_layout(
+            token_ids, sequence_ids, lengths=lengths, targets=targets, device=device, ends=ends
+        )
 
     def boundaries(self, documents: Documents) -> dict[str, Tensor]:
         """None: where prompts are shared no layer carries state. And torch.compile would compile

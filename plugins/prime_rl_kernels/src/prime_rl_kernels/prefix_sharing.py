@@ -19,9 +19,11 @@ from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prime_rl.trainer import context
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packing import Ints, Layout
 from prime_rl_kernels.attention import Continuation, Documents
@@ -49,9 +51,15 @@ class RowLayout(Layout):
 
 
 def shared_layout(
-    token_ids: Ints, sequence_ids: Ints, lengths: Ints, targets: Ints, device: torch.device
+    token_ids: Ints,
+    sequence_ids: Ints,
+    lengths: Ints,
+    targets: Ints,
+    device: torch.device,
+    ends: Ints | None = None,
 ) -> RowLayout:
-    """Shared prompts once, and nothing that no target depends on. Needs a target."""
+    """Shared prompts once, and nothing that no target depends on. Needs a target. ``ends`` [E]:
+    last tokens of sequences with targets, which are computed too."""
     starts = np.cumsum(lengths) - lengths
     owners = sequence_ids[targets]
     before = targets - 1 - starts[owners]  # [N] the position that predicts each target
@@ -60,19 +68,25 @@ def shared_layout(
     last = np.full(len(lengths), -1)
     np.minimum.at(first, owners, before)
     np.maximum.at(last, owners, before)
-    blocks, tails = _plan(token_ids, starts, first, last)
+    at_end = np.zeros(0, np.int64) if ends is None else ends
+    ending = sequence_ids[at_end]
+    last[ending] = at_end - starts[ending]
+    blocks, tails = _plan(token_ids, starts, first=first, last=last)
     num_blocks = len(blocks)
     total = sum(length for length, _ in blocks) + sum(length for length, _, _ in tails)
-    padding = padded_rows(total) - total if HAS_ONEDNN else 0
+    part = context.padded(total) // context.num_parts()
+    padding = (padded_rows(part) if HAS_ONEDNN else part) * context.num_parts() - total
     if padding:
         blocks.append((padding, []))  # no target reads it
     rows: list[Ints] = []  # which tokens of the row are computed, in order
+    present: list[npt.NDArray[np.bool_]] = []  # and which of them are not padding
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
     split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,
     tail = np.zeros(len(lengths), np.int64)  # [S] and for those from it on
     offset = 0
     for length, sharing in blocks:
         rows.append(np.arange(length) + (starts[sharing[0]] if sharing else 0))
+        present.append(np.full(length, bool(sharing)))
         head[sharing] = tail[sharing] = offset
         offset += length
 
@@ -81,22 +95,32 @@ def shared_layout(
         keys = []
         for _, _, sequence in run:
             rows.append(starts[sequence] + prefix + np.arange(length))
+            present.append(np.ones(length, bool))
             keys += [head[sequence] + np.arange(prefix), offset + np.arange(length)]
             split[sequence] = prefix
             tail[sequence] = offset - prefix
             offset += length
         key_index = to_device(np.concatenate(keys), np.int64, device)
-        continuations.append(Continuation(len(keys) // 2, length, prefix + length, key_index))
+        continuations.append(
+            Continuation(len(keys) // 2, length, num_keys=prefix + length, key_index=key_index)
+        )
 
     chosen = np.concatenate(rows)
-    sources = before + np.where(before < split[owners], head[owners], tail[owners])
+
+    def computed(positions: Ints, sequences: Ints) -> Tensor:
+        """The computed tokens at positions of sequences."""
+        offsets = np.where(positions < split[sequences], head[sequences], tail[sequences])
+        return to_device(positions + offsets, np.int64, device)
+
     documents = Documents(tuple(length for length, _ in blocks), device, tuple(continuations))
     return RowLayout(
         token_ids=to_device(token_ids[chosen], np.int64, device),
         lengths=documents.lengths[:num_blocks],
+        present=to_device(np.concatenate(present), bool, device) if padding else None,
         position_ids=to_device(chosen - starts[sequence_ids[chosen]], np.int64, device),
         documents=documents,
-        sources=to_device(sources, np.int64, device),
+        sources=computed(before, owners),
+        ends=None if ends is None else computed(last[ending], ending),
     )
 
 

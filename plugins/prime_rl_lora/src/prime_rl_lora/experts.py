@@ -33,8 +33,8 @@ ALIGNED = 8
 
 
 def stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold the experts of a layer, by name; of the kind whose products
-    transformers lets others compute."""
+    """The modules that hold the experts of a layer, by name, where transformers lets other code
+    compute the products."""
     kind = ("has_gate", "has_bias", "is_transposed", "num_experts")
     return {
         name: module
@@ -60,15 +60,15 @@ def stacked_parameters(model: nn.Module) -> dict[str, Tensor]:
 def layouts_of(model: PreTrainedModel) -> dict[str, StackLayout]:
     """By parameter: how it is stacked, and which tensors of the model's folder it is. ``model``
     has no adapter yet."""
-    found = stacked_parameters(model)
+    stacked = stacked_parameters(model)
     layouts = dict[str, StackLayout]()
-    for name, weight in found.items():
+    for name, weight in stacked.items():
         experts: Any = model.get_submodule(name.rpartition(".")[0])
         transposed = experts.is_transposed
         layouts[name] = {"num": len(weight), "transposed": transposed, "tensors": {}}
 
-    for piece in pieces_of(model, found):
-        first = piece.start // found[piece.source].shape[-1]
+    for piece in pieces_of(model, stacked):
+        first = piece.start // stacked[piece.source].shape[-1]
         layouts[piece.source]["tensors"][piece.name] = [first, *piece.shape]
 
     return layouts
@@ -76,12 +76,12 @@ def layouts_of(model: PreTrainedModel) -> dict[str, StackLayout]:
 
 def by_module(model: nn.Module, layouts: Mapping[str, StackLayout]) -> dict[str, StackLayout]:
     """The layouts by the modules that have the halves, in an adapted model: wrappers are nested."""
-    found = {}
+    modules = {}
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             stack = name.replace(".base_layer", "")
-            found[name] = layouts[f"{stack}.{module.parameter_name}"]
-    return found
+            modules[name] = layouts[f"{stack}.{module.parameter_name}"]
+    return modules
 
 
 def install(model: nn.Module) -> None:
@@ -107,8 +107,8 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
         """The output [T, D] for hidden states [T, D], the experts chosen for each token [T, k] and
         their weights [T, k]."""
         if self.disable_adapters:
-            found: Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
-            return found
+            output: Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
+            return output
 
         experts = self.get_base_layer()
         first, last = projections(experts)
@@ -116,9 +116,12 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
         ids, order = top_k_index.reshape(-1).sort()
         ends = torch.arange(1, experts.num_experts + 1, device=ids.device)
         offsets = torch.searchsorted(ids, ends, out_int32=True)  # by expert: where its tokens end
-        hidden = self._product(first, hidden_states[order // chosen], offsets, ids)
+        hidden = self._product(first, hidden_states[order // chosen], offsets=offsets, ids=ids)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = self._product(last, hidden, offsets, ids) * top_k_weights.reshape(-1)[order, None]
+        out = (
+            self._product(last, hidden, offsets=offsets, ids=ids)
+            * top_k_weights.reshape(-1)[order, None]
+        )
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return out[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)

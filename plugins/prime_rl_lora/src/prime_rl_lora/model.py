@@ -84,15 +84,15 @@ def _qualified(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 def _stacked(model: PreTrainedModel) -> dict[str, Tensor]:
     from prime_rl_lora.experts import stacked_parameters
 
-    found = stacked_parameters(model)
-    if not found:
+    stacked = stacked_parameters(model)
+    if not stacked:
         raise ConfigError(
             f"trainer.lora.experts: {type(model).__name__} has no experts that can have adapters: "
             "expected a mixture whose experts transformers stacks in one parameter and computes by "
             "grouped products. Leave experts out."
         )
 
-    return found
+    return stacked
 
 
 @contextmanager

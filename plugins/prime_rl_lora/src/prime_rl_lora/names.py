@@ -33,11 +33,11 @@ def check_names(targets: Sequence[str], saved: Sequence[str], folder: Path) -> N
     }
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in matrices):
-            raise _unknown("target_modules", target, matrices, folder)
+            raise _unknown("target_modules", target, modules=matrices, folder=folder)
 
     for end in saved:
         if not any(name.endswith(end) for name in modules):
-            raise _unknown("modules_to_save", end, modules, folder)
+            raise _unknown("modules_to_save", end, modules=modules, folder=folder)
 
 
 def _unknown(key: str, name: str, modules: set[str], folder: Path) -> ConfigError:

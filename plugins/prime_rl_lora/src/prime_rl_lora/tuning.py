@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from prime_rl import ConfigError, PluginConfig, Tuning
+from prime_rl import PluginConfig, Removed, Tuning
 from prime_rl_engine_kit.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -36,8 +36,6 @@ class LoraConfig(PluginConfig):
     """A module's output is W x + alpha / rank * B A x."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank): large ranks learn as fast as small ones."""
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: engines sample without dropout, and the trained policy must be the sampled one."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Name suffixes of the linear modules with an adapter. None: all but the head."""
     experts: bool = False
@@ -45,14 +43,13 @@ class LoraConfig(PluginConfig):
     modules_to_save: list[str] = []
     """Name suffixes of modules that train in full and are published with the adapter."""
 
-    @model_validator(mode="after")
-    def _without_dropout(self) -> LoraConfig:
-        if self.dropout:
-            raise ConfigError(
-                f"dropout is {self.dropout}, expected 0: tokens are sampled without dropout, so "
-                "logprobs with it would not be those of the policy that sampled. Leave it out."
-            )
-        return self
+    removed = {
+        "dropout": Removed(
+            default=0.0,
+            instead="Tokens are sampled without dropout, so logprobs with it would not be those "
+            "of the policy that sampled. Leave it out.",
+        )
+    }
 
 
 class Lora(Tuning):
@@ -68,7 +65,8 @@ class Lora(Tuning):
     base: str
     """``ModelFiles.fingerprint`` of its folder."""
     stacks: Mapping[str, StackLayout]
-    """Of parameters that stack experts and have an adapter, by the module of its halves."""
+    """Layouts of the parameters that stack experts and have an adapter, by the module of its
+    halves."""
 
     def check(self, model_dir: Path) -> None:
         """Names that no module has are refused."""
@@ -91,7 +89,7 @@ class Lora(Tuning):
         base = ModelFiles(model_dir)
         self.base = base.fingerprint()
         if adapter is not None:
-            load_adapter(model, self.config, base, adapter)
+            load_adapter(model, self.config, base=base, adapter_dir=adapter)
 
     def initial(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """The base, with the adapter switched off."""
@@ -115,7 +113,9 @@ class Lora(Tuning):
             key: sorted(value) if isinstance(value, set) else value
             for key, value in self.peft_config.to_dict().items()
         }
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+        (directory / ADAPTER_CONFIG).write_text(
+            json.dumps(config, indent=2, sort_keys=True), "utf-8"
+        )
 
     def merge(self, model_dir: Path, adapter: Path, directory: Path) -> None:
         """One tensor at a time."""

@@ -79,12 +79,12 @@ class CustomLoss(Loss):
 def _members_only(inputs: LossInputs) -> LossInputs:
     """The inputs with zeros off the mask."""
     columns = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages")
-    found = {name: getattr(inputs, name) for name in (*columns, "loss_weights")}
+    columns_here = {name: getattr(inputs, name) for name in (*columns, "loss_weights")}
     return replace(
         inputs,
         **{
             name: column.where(inputs.loss_mask, column.new_zeros(()))
-            for name, column in found.items()
+            for name, column in columns_here.items()
             if column is not None
         },
     )

@@ -95,7 +95,7 @@ class TrustRegionLoss(Loss):
         per_token = config.kl_tau * log_ratio.square() - gain
         if inputs.loss_weights is not None:
             per_token = per_token * torch.where(member, inputs.loss_weights, zero)
-        metrics = _metrics(log_ratio.detach(), member, dropped, advantages)
+        metrics = _metrics(log_ratio.detach(), member, dropped=dropped, advantages=advantages)
         return LossOutputs(per_token.sum(), metrics)
 
 

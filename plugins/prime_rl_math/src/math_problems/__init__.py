@@ -98,18 +98,18 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
             files = local_files(config.path)
         else:
             files = hub_files(str(config.dataset), config.files)
-        rows = (self.task_of(file, row) for file in files for row in rows_of(file))
+        rows = (self.task_of(place, row) for file in files for place, row in rows_of(file))
         end = None if config.num_examples is None else config.first + config.num_examples
         return itertools.islice(rows, config.first, end)
 
-    def task_of(self, file: Path, row: dict[str, Any]) -> MathProblemsTask:
-        """One task. Raises ``ConfigError`` if the row lacks a column, or has a cell of another
-        type, or an answer that no reply equals."""
+    def task_of(self, place: str, row: dict[str, Any]) -> MathProblemsTask:
+        """One task of the row at ``place``. Raises ``ConfigError`` if the row lacks a column, or
+        has a cell of another type, or an answer that no reply equals."""
         config = self.config
         for column in (config.question, config.answer):
             if column not in row:
                 raise ConfigError(
-                    f"{file}: a row has no column {column!r}; its columns are: {', '.join(row)}. "
+                    f"{place}: no column {column!r}; its columns are: {', '.join(row)}. "
                     "Set args.question and args.answer."
                 )
 
@@ -117,24 +117,24 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
         cell = row[config.answer]
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(
-                f"{file}: column {config.question!r}: expected a text, the question; found "
+                f"{place}: column {config.question!r}: expected a text, the question; found "
                 f"{_shown(question)}. Set args.question."
             )
 
         is_number = isinstance(cell, int | float | Decimal) and not isinstance(cell, bool)
         if isinstance(cell, str):
             answer = cell
-        elif is_number and math.isfinite(cell):
+        elif is_number and (isinstance(cell, int) or math.isfinite(cell)):
             answer = _written(cell)
         else:
             raise ConfigError(
-                f"{file}: column {config.answer!r}: expected a text or a number, the answer; found "
-                f"{_shown(cell)}. Set args.answer."
+                f"{place}: column {config.answer!r}: expected a text or a number, the answer; "
+                f"found {_shown(cell)}. Set args.answer."
             )
 
         if not is_answer(answer):
             raise ConfigError(
-                f"{file}: column {config.answer!r}: math-verify reads no answer in "
+                f"{place}: column {config.answer!r}: math-verify reads no answer in "
                 f"{_shown(cell)} that a reply with the same text would equal, so no reply could be "
                 "right. Expected a number, a formula, a text with \\boxed{...}, or a solution "
                 "with the answer after ####."

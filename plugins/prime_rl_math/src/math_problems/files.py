@@ -18,15 +18,21 @@ def local_files(path: Path) -> list[Path]:
     """The file, or the files of a folder in order of their names. Raises ``ConfigError`` if there
     are none."""
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    found = [file for file in files if file.suffix in SUFFIXES]
-    if found:
-        return found
+    tables = [file for file in files if file.suffix in SUFFIXES]
+    if tables:
+        return tables
     what = f"{len(files)} files, none of them" if files else "nothing"
     raise ConfigError(f"args.path: at {path} there is {what} .jsonl or .parquet")
 
 
 def hub_files(dataset: str, pattern: str) -> list[Path]:
     """Download the files of a dataset into the hub's cache. Raises ``ConfigError``."""
+    if Path(dataset).suffix in SUFFIXES:
+        raise ConfigError(
+            f"args.dataset: expected the name of a dataset of the hub; found a file, {dataset!r}. "
+            "Set args.path instead."
+        )
+
     from huggingface_hub import snapshot_download
 
     try:
@@ -43,8 +49,9 @@ def hub_files(dataset: str, pattern: str) -> list[Path]:
     return files
 
 
-def rows_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file. Raises ``ConfigError`` that names the line of a broken row."""
+def rows_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one file, each with its place: the file, and the line or the row. Raises
+    ``ConfigError`` that names the line of a broken row."""
     if file.suffix == ".parquet":
         try:
             parquet = importlib.import_module("pyarrow.parquet")
@@ -52,7 +59,12 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(
                 f'{file}: reading Parquet needs pyarrow: pip install "prime-rl-math[parquet]"'
             ) from error
-        yield from parquet.read_table(file).to_pylist()
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except (OSError, ValueError) as error:  # pyarrow's are both
+            raise ConfigError(f"{file}: expected a Parquet file: {error}") from error
+        for number, row in enumerate(rows, 1):
+            yield f"{file}, row {number}", row
         return
 
     # Not ``splitlines`` of the text: it also splits at U+2028, which a text in JSON may have.
@@ -61,8 +73,8 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}, line {number}: no JSON ({error})") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{file}, line {number}: expected an object, found {str(row)[:40]!r}")
-        yield row
+        yield f"{file}, line {number}", row

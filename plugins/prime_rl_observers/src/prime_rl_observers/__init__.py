@@ -1,4 +1,4 @@
-"""What watches the trainer: token export, MFU, disk space, losses, bad and slow steps, the size of
+"""Observers of the trainer: token export, MFU, disk space, losses, bad and slow steps, the size of
 its file.
 
 ``orchestrator.py`` has those of the orchestrator.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prime_rl import TrainerObserver, hookimpl
 from prime_rl_observers.bad_steps import BadSteps
-from prime_rl_observers.console import Console
+from prime_rl_observers.console import StepConsole
 from prime_rl_observers.device_usage import DeviceUsage
 from prime_rl_observers.disk import Disk
 from prime_rl_observers.loss_checks import LossChecks
@@ -18,6 +18,6 @@ from prime_rl_observers.token_export import TokenExport
 
 
 @hookimpl
-def register_trainer_observers() -> list[type[TrainerObserver]]:
+def register_observers() -> list[type[TrainerObserver]]:
     """Offer the observers."""
-    return [BadSteps, Console, DeviceUsage, Disk, LossChecks, SlowSteps, StepFile, TokenExport]
+    return [BadSteps, StepConsole, DeviceUsage, Disk, LossChecks, SlowSteps, StepFile, TokenExport]

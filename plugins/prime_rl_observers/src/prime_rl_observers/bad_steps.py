@@ -49,7 +49,7 @@ class Offender:
     sequence: int
     num_tokens: int
     num_nonfinite: int
-    """Of its logprobs and streams."""
+    """Values of its logprobs and streams that are not finite."""
     gap: float
     """Largest |log π - log μ| of tokens that compare them."""
     advantage: float
@@ -74,21 +74,23 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
     """The samples of a bad step that stand out most, over all ranks. Repeats the forward pass."""
     import torch
 
-    from prime_rl.trainer import parallel
+    from prime_rl.trainer import context, parallel
     from prime_rl.trainer.packed_row import ratio_tokens
 
     rank = parallel.rank() if parallel.several_ranks() else None
-    found: list[Offender] = []
+    offenders: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         with torch.no_grad():
             row, logprobs, *_ = trainer.forward(micro_batch)
         compared = np.zeros(len(micro_batch), np.bool_)
         compared[row.origins[ratio_tokens(row, trainer.losses)]] = True
-        found += _offenders(rank, number, row, logprobs, micro_batch, compared)
+        offenders += _offenders(
+            rank, number, row=row, logprobs=logprobs, micro_batch=micro_batch, compared=compared
+        )
 
     parallel.reshard(trainer.policy)
-    gathered = parallel.gather([asdict(offender) for offender in _worst(found)])
-    return _worst([Offender(**fields) for part in gathered for fields in part])
+    gathered = parallel.gather([asdict(offender) for offender in _worst(offenders)])
+    return _worst([Offender(**fields) for part in context.by_row(gathered) for fields in part])
 
 
 def _worst(found: Sequence[Offender]) -> list[Offender]:
@@ -103,8 +105,8 @@ def _offenders(
     micro_batch: MicroBatch,
     compared: npt.NDArray[np.bool_],
 ) -> list[Offender]:
-    """Of each sequence that trains anything. ``compared`` [T]: tokens that compare π with μ.
-    Columns are in the micro batch's own order."""
+    """One record for each sequence that trains anything. ``compared`` [T]: tokens that compare π
+    with μ. Columns are in the micro batch's own order."""
     pi = np.empty(len(micro_batch), np.float32)
     mu = micro_batch.inference_logprobs
     pi[row.origins] = logprobs.float().cpu().numpy()
@@ -120,23 +122,23 @@ def _offenders(
     advantages = 0.0 if micro_batch.advantages is None else np.abs(micro_batch.advantages)
     figures = np.nan_to_num([gap, np.broadcast_to(advantages, gap.shape)], nan=np.inf)
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
-    found = []
+    offenders = []
     for sequence, env in enumerate(micro_batch.env_ids):
         start, end = bounds[sequence : sequence + 2]
-        own = start + np.flatnonzero(trained[start:end])
-        if len(own):
-            largest_gap, largest_advantage = figures[:, own].max(1).tolist()
-            found.append(
+        positions = start + np.flatnonzero(trained[start:end])
+        if len(positions):
+            largest_gap, largest_advantage = figures[:, positions].max(1).tolist()
+            offenders.append(
                 Offender(
                     env=micro_batch.envs[env],
                     rank=rank,
                     micro_batch=number,
                     sequence=sequence,
                     num_tokens=int(end - start),
-                    num_nonfinite=int(bad[own].sum()),
+                    num_nonfinite=int(bad[positions].sum()),
                     gap=largest_gap,
                     advantage=largest_advantage,
                 )
             )
 
-    return found
+    return offenders

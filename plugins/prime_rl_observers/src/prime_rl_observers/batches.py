@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.env.traces import timing_of
 from prime_rl.orchestrator.buffer import STALE
-from prime_rl_observers.rollouts import (
+from prime_rl_observers.rollout_metrics import (
     Ended,
-    Progress,
+    ProgressCounts,
     batch_metrics,
+    dropped_metrics,
     lost_metrics,
     off_policy_metrics,
     outcome_metrics,
@@ -58,8 +59,8 @@ class BatchMetrics(Observer):
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
-        self._console = Console(host.shared.run.config.max_steps)
-        self._progress = Progress()
+        self._console = ConsoleLine(host.shared.run.config.max_steps)
+        self._progress = ProgressCounts()
         self._arrived: dict[int, int] = {}
         self._batch: Batch | None = None
         self.recent = SinceLastStep()
@@ -67,6 +68,11 @@ class BatchMetrics(Observer):
     async def before_training(self) -> None:
         """Start the clock: no engine is waited for any more."""
         self.recent.started = time.perf_counter()
+
+    def _whole(self, groups: list[tuple[str, list[float]]]) -> list[tuple[str, list[float]]]:
+        """Without the groups of envs whose rollouts come alone: some of their members are in other
+        steps."""
+        return [(env, rewards) for env, rewards in groups if not self.host.scored_alone(env)]
 
     def group_scored(self, group: Group, version: int) -> None:
         """Count it in the statistics, unless no live policy sampled it."""
@@ -89,7 +95,7 @@ class BatchMetrics(Observer):
     def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
         """Note how far it came."""
         why = "time" if kind == "TimeoutError" else "failure"
-        self.recent.lost.append(Ended(env, why, tokens, turns))
+        self.recent.lost.append(Ended(env, why, output_tokens=tokens, turns=turns))
 
     async def batch_taken(self, batch: Batch) -> None:
         """Keep it until it is sent."""
@@ -100,7 +106,7 @@ class BatchMetrics(Observer):
         self._batch = batch
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of the batch that was sent."""
+        """Metrics of the batch that was sent."""
         batch = self._batch
         if batch is None:
             return {}
@@ -120,13 +126,14 @@ class BatchMetrics(Observer):
         metrics = {
             **rollout_metrics(batch.seen, "all"),
             **rollout_metrics(batch.kept, "effective"),
-            **solved_metrics(recent.rewards),
-            **solved_metrics(_groups(live), "effective"),
+            **solved_metrics(self._whole(recent.rewards)),
+            **solved_metrics(self._whole(_groups(live)), "effective"),
             **outcome_metrics(recent.ended, recent.cancelled),
             **timing_metrics(recent.timings),
             **timing_metrics(_timings(batch.kept), "effective"),
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
+            **dropped_metrics(batch),
             **lost_metrics([*decided, *recent.lost]),
             "off_policy/dropped": float(recent.cancelled.total() + stale),
             **self._progress.step(batch.seen),
@@ -143,11 +150,11 @@ def _ended(rollout: Rollout, dropped: str | None) -> Ended:
     tokens = rollout.num_trainable_tokens
     turns = rollout.num_turns
     lost = "age" if dropped == STALE else None
-    return Ended(rollout.env, lost, tokens, turns, rollout.reward)
+    return Ended(rollout.env, lost, output_tokens=tokens, turns=turns, reward=rollout.reward)
 
 
 def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:
-    """Env and seconds by stage of those that this attempt at the run sampled."""
+    """The env, and the seconds by stage, of each rollout that this attempt at the run sampled."""
     sampled = (r for r in rollouts if r.trace is not None and r.source in SAMPLED)
     return [(rollout.env, timing_of(rollout.trace)) for rollout in sampled]
 
@@ -160,7 +167,7 @@ def _groups(rollouts: Sequence[Rollout]) -> list[tuple[str, list[float]]]:
     return [(env, rewards) for (env, _), rewards in groups.items()]
 
 
-class Console:
+class ConsoleLine:
     """Writes ``Step 3/180 | 0.71s | Reward 0.6120 | ...`` to the log."""
 
     def __init__(self, max_steps: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prime_rl.trainer.loop")
 
 
-class Console(TrainerObserver):
+class StepConsole(TrainerObserver):
     """Logs a line for each step."""
 
     name = "console"

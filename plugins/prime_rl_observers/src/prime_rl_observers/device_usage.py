@@ -71,7 +71,7 @@ class DeviceUsage(TrainerObserver):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._flops = 0.0
-        """Of this rank's rows in the step."""
+        """Operations for this rank's rows in the step."""
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Look up the model's operations and the device's peak."""
@@ -85,14 +85,17 @@ class DeviceUsage(TrainerObserver):
             self._flops += self._cost.of(row)
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Over all ranks: the sum of the operations, and the largest memory."""
-        from prime_rl.trainer import parallel
+        """Over all ranks: the sum of the operations, and the largest memory. Ranks that compute a
+        row together do its operations once."""
+        from prime_rl.trainer import context, parallel
 
-        own = (self._flops, peak_memory(self._device))
-        flops, memory = zip(*parallel.gather(own), strict=True)
+        usage = (self._flops, peak_memory(self._device))
+        flops, memory = zip(*parallel.gather(usage), strict=True)
         self._flops = 0.0
         seconds = metrics["time/forward_backward"] * parallel.num_ranks()
-        return mfu(sum(flops), seconds, self._peak) | {"perf/peak_memory": max(memory)}
+        return mfu(sum(context.by_row(flops)), seconds, self._peak) | {
+            "perf/peak_memory": max(memory)
+        }
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,9 @@ def _adapters_of_experts(model: PreTrainedModel) -> set[int]:
 def _experts(config: Any) -> tuple[int, int]:
     """The experts of a layer, and how many of them a token uses; 0 for what is not there."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = [getattr(config, key, None) or 0 for key in keys]
+    sizes = [getattr(config, key, None) or 0 for key in keys]
     used = [getattr(config, key, None) or 0 for key in ("num_experts_per_tok", "top_k_experts")]
-    return max(found), max(used)
+    return max(sizes), max(used)
 
 
 def _share(weight: torch.Tensor) -> int:
@@ -236,8 +239,8 @@ def peak_of(name: str) -> float | None:
     """By the device's name. Laptop GPUs share names with faster ones."""
     if "Laptop" in name:
         return None
-    found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
-    return next(found, None)
+    peaks = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
+    return next(peaks, None)
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> dict[str, float]:

@@ -30,5 +30,7 @@ class Disk(TrainerObserver):
             return {}
         name = "system/ckpt_disk"
         sizes = {"free": usage.free, "used": usage.used, "total": usage.total}
-        found = {f"{name}_{key}_gib": size / 2**30 for key, size in sizes.items()}
-        return found | {f"{name}_free_ratio": usage.free / usage.total if usage.total else 0.0}
+        metrics_of_disk = {f"{name}_{key}_gib": size / 2**30 for key, size in sizes.items()}
+        return metrics_of_disk | {
+            f"{name}_free_ratio": usage.free / usage.total if usage.total else 0.0
+        }

@@ -27,7 +27,7 @@ class HookWatchConfig(PluginConfig):
     waits: PositiveFloat = 30.0
     """Seconds after which a hook that has not returned is named. It may wait for a model."""
     blocks: PositiveFloat = 1.0
-    """Seconds after which a hook is named that lets nothing else run: it does not await."""
+    """Seconds after which a hook is named that blocks the event loop: it does not await."""
 
 
 class HookWatch(Observer):

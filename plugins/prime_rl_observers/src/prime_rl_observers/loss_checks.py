@@ -2,7 +2,9 @@
 
 A mean instead of a sum: let f(A) be the value for the members A, and n their number. A sum over
 tokens has f(A) + f(B) = f(A and B). A mean has n_A f(A) + n_B f(B) = (n_A + n_B) f(A and B). One
-part is a third of the members, so that both hold for no other values than zeros.
+part is a third of the members, so that both hold for no other values than zeros. The trainer
+refuses a mean before it trains (``prime_rl.trainer.loss_probe``), by six tokens of its own; here
+are those that six tokens cannot judge, because they need other values or a longer row.
 
 A loss that is not finite though all that it reads is: it gets the same row alone, and its value and
 gradient are looked at.
@@ -18,8 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prime_rl import PluginError, TrainerObserver
-from prime_rl.registry.calls import Call as PluginCall
-from prime_rl.registry.calls import running
+from prime_rl.registry.calls import Call, running
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from prime_rl.registry.components import Component, Components
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.loss import RowLoss
-    from prime_rl.trainer.loss_metrics import Call
-    from prime_rl.trainer.packed_row import PackedRow, Share
+    from prime_rl.trainer.loss_metrics import RecordedCall
+    from prime_rl.trainer.packed_row import PackedRow
     from prime_rl.wire.micro_batch import MicroBatch
 
 logger = logging.getLogger("prime_rl.trainer.loss_checks")
@@ -60,7 +61,7 @@ class LossChecks(TrainerObserver):
         row: PackedRow,
         logprobs: Tensor,
         entropies: Tensor,
-        calls: Sequence[Call],
+        calls: Sequence[RecordedCall],
     ) -> None:
         """Check each loss once, on the first row that tells."""
         losses = self._trainer.losses
@@ -68,45 +69,62 @@ class LossChecks(TrainerObserver):
             component = losses[name]
             if not _is_checked(component):
                 self._checked.add(name)
-            elif (found := mean_or_sum(row, name, losses, logprobs, entropies)) is not None:
-                self._checked.add(name)
-                self._report(component, found)
+                continue
 
-    def _report(self, component: Component, found: str) -> None:
+            kind = mean_or_sum(row, name, losses=losses, logprobs=logprobs, entropies=entropies)
+            if kind is not None:
+                self._checked.add(name)
+                self._report(component, kind)
+
+    def _report(self, component: Component, kind: str) -> None:
+        """``kind``: that of ``mean_or_sum``."""
+        if kind != "mean":
+            return
         text = (
             f"{_source(component)} is a mean over its tokens, expected the sum: the trainer "
             "divides by the tokens of the batch, so rows of different lengths get the wrong "
             "weight. Return the sum over loss_mask, or declare what the sum is over "
             "(Loss.normalize_by)."
         )
-        if found == "mean" and component.scope == "token":
+        if component.scope == "token":
             raise PluginError(text)
-        if found == "mean":
-            logger.warning("%s", text)
+        logger.warning("%s", text)
 
     def bad_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> str:
-        """The losses that are not finite, over all ranks, if all inputs of their rows are."""
+        """The losses of all ranks that are not finite although all inputs of their rows are
+        finite."""
         import torch
 
         from prime_rl.trainer import parallel
 
         trainer = self._trainer
         inputs_finite = True
-        found = set[str]()
+        faulty = set[str]()
         for micro_batch in micro_batches:
             with torch.no_grad():
                 row, logprobs, entropies, computed = trainer.forward(micro_batch)
             columns = [*row.streams.values(), row.inference_logprobs, logprobs[row.targets]]
-            inputs_finite &= all(bool(torch.isfinite(each).all()) for each in columns)
-            for name, share in row.shares.items():
-                given = (logprobs, entropies, computed)
-                if inputs_finite and not _is_finite(row, name, share, trainer.losses, *given):
-                    found.add(_source(trainer.losses[name]))
+            inputs_finite &= all(bool(torch.isfinite(column).all()) for column in columns)
+            if not inputs_finite:  # every rank goes on: a forward pass is of all of them
+                continue
+
+            for name in row.shares:
+                is_finite = _is_finite(
+                    row,
+                    name,
+                    losses=trainer.losses,
+                    logprobs=logprobs,
+                    entropies=entropies,
+                    computed=computed,
+                )
+                if not is_finite:
+                    faulty.add(_source(trainer.losses[name]))
 
         parallel.reshard(trainer.policy)
-        gathered = parallel.gather((inputs_finite, sorted(found)))
+        gathered = parallel.gather((inputs_finite, sorted(faulty)))
         if not all(finite for finite, _ in gathered):
             return ""
+
         names = sorted({name for _, names in gathered for name in names})
         return "".join(
             f"All that it reads is finite, so the fault is of {name}: its value or its gradient is "
@@ -117,13 +135,15 @@ class LossChecks(TrainerObserver):
 
 def _source(component: Component) -> str:
     name = component.loss.name
-    return str(PluginCall(name, f"loss {name!r}", component.loss, {}))
+    return str(Call(name, f"loss {name!r}", owner=component.loss, arguments={}))
 
 
 def _is_checked(component: Component) -> bool:
     """Whether the loss is a sum over tokens of columns that the observer has."""
-    whole = component.scope in ("token", "sequence") and component.cls.normalize_by == "tokens"
-    return whole and not component.read_heads and not component.computed & OTHER_FORWARDS
+    is_over_tokens = component.cls.normalize_by == "tokens"
+    is_of_sequences = component.scope in ("token", "sequence")
+    reads_others = component.read_heads or component.computed & OTHER_FORWARDS
+    return is_over_tokens and is_of_sequences and not reads_others
 
 
 def mean_or_sum(
@@ -138,25 +158,34 @@ def mean_or_sum(
     if losses[name].scope == "sequence":
         sequences = [[s] for s in share.sequences]
     owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).numpy()
+
+    def value(tokens: list[int]) -> float:
+        alone = _alone(row, name, tokens=tokens, owners=owners)
+        loss = _row_loss(
+            alone, name, losses=losses, logprobs=logprobs, entropies=entropies, computed={}
+        )
+        return float(loss.parts[name])
+
     for chosen in sequences:
-        tokens = [int(t) for t in share.tokens if owners[t] in set(chosen)]
+        members = set(chosen)
+        tokens = [int(token) for token in share.tokens if owners[token] in members]
         first = len(tokens) // 3
         if not first:
             continue
-        parts = (tokens, tokens[:first], tokens[first:])
+
         with torch.no_grad(), running(LossChecks.name, deque()):  # its metrics are not reported
-            whole, a, b = (
-                _value(_alone(row, name, part, owners), losses, logprobs, entropies, name)
-                for part in parts
-            )
+            whole = value(tokens)
+            a = value(tokens[:first])
+            b = value(tokens[first:])
 
         size = TOLERANCE * (abs(whole) + abs(a) + abs(b))
         if not math.isfinite(size) or size == 0:
             continue
+
         n = len(tokens)
-        m = len(tokens) - first
+        rest = n - first
         is_sum = abs(a + b - whole) <= size
-        is_mean = abs(first * a + m * b - n * whole) <= n * size
+        is_mean = abs(first * a + rest * b - n * whole) <= n * size
         if is_sum != is_mean:
             return "sum" if is_sum else "mean"
         if not is_sum:
@@ -174,14 +203,8 @@ def _alone(row: PackedRow, name: str, tokens: Sequence[int], owners: Any) -> Pac
     mask = torch.zeros_like(share.mask)
     mask[torch.tensor(tokens, device=mask.device)] = True
     sequences = sorted({int(owners[token]) for token in tokens})
-    own = replace(share, mask=mask, sequences=sequences, tokens=np.array(tokens, np.int64))
-    return replace(row, shares={name: own})
-
-
-def _value(
-    row: PackedRow, losses: Components, logprobs: Tensor, entropies: Tensor, name: str
-) -> float:
-    return float(_row_loss(row, name, losses, logprobs, entropies, {}).parts[name])
+    members = replace(share, mask=mask, sequences=sequences, tokens=np.array(tokens, np.int64))
+    return replace(row, shares={name: members})
 
 
 def _row_loss(
@@ -198,29 +221,38 @@ def _row_loss(
     keys = {(name, env): 1 for env in row.envs}
     sizes: Any = defaultdict(lambda: defaultdict(lambda: 1))
     one = {(name, row.envs[0]): 1} if not losses[name].per_env else keys
-    counts = Counts(one, 1, one, sizes)
-    return row_loss(row, logprobs, losses, counts, entropies, None, computed)
+    counts = Counts(one, 1, units=one, sizes=sizes)
+    return row_loss(
+        row,
+        logprobs,
+        losses=losses,
+        counts=counts,
+        entropies=entropies,
+        old_logprobs=None,
+        computed=computed,
+    )
 
 
 def _is_finite(
     row: PackedRow,
     name: str,
-    share: Share,
     losses: Components,
     logprobs: Tensor,
     entropies: Tensor,
     computed: Mapping[str, Tensor],
 ) -> bool:
-    """Whether the loss and its gradient on its inputs are."""
+    """Whether the loss and the gradient on its inputs are finite."""
     import torch
 
-    leaves = [logprobs, entropies, *computed.values()]
-    leaves = [each.detach().clone().requires_grad_() for each in leaves]
+    inputs = [logprobs, entropies, *computed.values()]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     further = dict(zip(computed, leaves[2:], strict=True))
+    alone = replace(row, shares={name: row.shares[name]})
     with torch.enable_grad(), running(LossChecks.name, deque()):
-        alone = replace(row, shares={name: share})
-        loss = _row_loss(alone, name, losses, leaves[0], leaves[1], further).loss
+        loss = _row_loss(
+            alone, name, losses=losses, logprobs=leaves[0], entropies=leaves[1], computed=further
+        ).loss
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
 
-    found = [loss, *(each for each in gradients if each is not None)]
-    return all(bool(torch.isfinite(each).all()) for each in found)
+    values = [loss, *(gradient for gradient in gradients if gradient is not None)]
+    return all(bool(torch.isfinite(value).all()) for value in values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prime_rl import Observer, hookimpl
 from prime_rl_observers.batches import BatchMetrics
+from prime_rl_observers.checkpoints import CheckpointMetrics
+from prime_rl_observers.heartbeat import Heartbeat
 from prime_rl_observers.hooks import HookWatch
 from prime_rl_observers.watchdog import Watchdog
 
@@ -11,4 +13,4 @@ from prime_rl_observers.watchdog import Watchdog
 @hookimpl
 def register_observers() -> list[type[Observer]]:
     """Offer them."""
-    return [BatchMetrics, HookWatch, Watchdog]
+    return [BatchMetrics, CheckpointMetrics, Heartbeat, HookWatch, Watchdog]

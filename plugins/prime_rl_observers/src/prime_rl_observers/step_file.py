@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prime_rl.trainer.loop import Trainer
 
 DETAILS = re.compile("/(min|max|p10|p90|median|std|sum|n)$")
-"""Metrics that ``metrics.jsonl`` lacks between whole lines, of those that a trainer has."""
+"""Metrics of a trainer that a shortened line leaves out, as in ``metrics.jsonl``."""
 NEWEST = 100
 """Lines that stay whole: the orchestrator is a few steps behind at most."""
 
@@ -40,9 +40,7 @@ class StepFile(TrainerObserver):
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Read the interval from the run's config."""
         self._path = run_dir / "trainer.jsonl"
-        with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or another monitor
-            config = json.loads((run_dir / "configs" / "run.json").read_text())
-            self._interval = int(config["monitors"]["file"]["interval"])
+        self._interval = _interval(run_dir / "configs" / "run.json")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once the file has doubled, so that the work stays in proportion to it."""
@@ -55,11 +53,12 @@ class StepFile(TrainerObserver):
             before = self._path.stat()
             if parallel.rank() or before.st_size < 2 * self._shortened:
                 return
-            lines = self._path.read_text().splitlines(keepends=True)
+            *whole, rest = self._path.read_bytes().split(b"\n")
+            lines = [line + b"\n" for line in whole]
             old = lines[:-NEWEST]
             new = lines[-NEWEST:]
             shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            shorter.write_text("".join([*(self.short(line) for line in old), *new]))
+            shorter.write_bytes(b"".join([*map(self.short, old), *new, rest]))
             if self._path.stat().st_ino != before.st_ino:  # another attempt has gone back
                 shorter.unlink()
                 return
@@ -68,10 +67,24 @@ class StepFile(TrainerObserver):
             self._shortened = self._path.stat().st_size
             self._steps = 0
 
-    def short(self, line: str) -> str:
-        """A line without details, unless its step keeps them."""
-        row = json.loads(line)
-        if row["step"] % self._interval == 0:
+    def short(self, line: bytes) -> bytes:
+        """A line without details, unless its step keeps them. A damaged line stays as it is."""
+        try:
+            row = json.loads(line)
+            if row["step"] % self._interval == 0:
+                return line
+            row["metrics"] = {n: v for n, v in row["metrics"].items() if not DETAILS.search(n)}
+            return json.dumps(row).encode() + b"\n"
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
             return line
-        row["metrics"] = {n: v for n, v in row["metrics"].items() if not DETAILS.search(n)}
-        return json.dumps(row) + "\n"
+
+
+def _interval(path: Path) -> int:
+    """``[monitors.file] interval`` of a run's config; 1, which shortens nothing, where there is no
+    run or it has another monitor."""
+    try:
+        config = json.loads(path.read_text("utf-8-sig"))
+        interval = config["monitors"]["file"]["interval"]
+    except (OSError, ValueError, LookupError, RecursionError, TypeError):
+        return 1
+    return interval if isinstance(interval, int) and interval > 0 else 1

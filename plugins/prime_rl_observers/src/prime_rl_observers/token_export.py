@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from prime_rl.registry.components import Components
     from prime_rl.trainer.loop import Trainer
-    from prime_rl.trainer.loss_metrics import Call
+    from prime_rl.trainer.loss_metrics import RecordedCall
     from prime_rl.trainer.packed_row import PackedRow
 
 logger = logging.getLogger("prime_rl.trainer.token_export")
@@ -110,7 +110,7 @@ class TokenExport(TrainerObserver):
         row: PackedRow,
         logprobs: Tensor,
         entropies: Tensor,
-        calls: Sequence[Call],
+        calls: Sequence[RecordedCall],
     ) -> None:
         """Export the row in the first epoch; before a step's first, make its file anew."""
         if not self.config.enabled or step % self.config.interval:
@@ -119,7 +119,14 @@ class TokenExport(TrainerObserver):
             return
         if self._export is None:
             self._export = self._begin(step)
-        columns = token_columns(micro_batch, row, logprobs, entropies, calls, self._losses)
+        columns = token_columns(
+            micro_batch,
+            row,
+            logprobs=logprobs,
+            entropies=entropies,
+            calls=calls,
+            losses=self._losses,
+        )
         self._export.add(micro_batch, columns)
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -158,7 +165,10 @@ class StepExport:
         return any(row is micro_batch for row in self._rows)
 
     def add(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> None:
-        """Export the sequences of one micro batch that have a member of any component."""
+        """Export the sequences of one micro batch that have a member of any component. Of several
+        ranks that compute it, the first one does."""
+        from prime_rl.trainer import context
+
         self._rows.append(micro_batch)
         lists = {
             name: None if column is None else _nullable(column, COLUMNS[name])
@@ -169,6 +179,8 @@ class StepExport:
         )
         bounds = np.cumsum([0, *micro_batch.sequence_lengths]).tolist()
         chosen = np.flatnonzero(np.logical_or.reduceat(member, bounds[:-1])).tolist()
+        if not context.is_first():
+            chosen = []
         rows = []
         for number, index in enumerate(chosen, self._num_sequences):
             facts = {
@@ -180,8 +192,8 @@ class StepExport:
                 "export_sequence_idx": number,
                 "env_name": micro_batch.envs[micro_batch.env_ids[index]],
             }
-            own = slice(bounds[index], bounds[index + 1])
-            rows.append(facts | {name: v and v[own] for name, v in lists.items()})
+            in_sequence = slice(bounds[index], bounds[index + 1])
+            rows.append(facts | {name: v and v[in_sequence] for name, v in lists.items()})
 
         self._micro_step += 1
         self._num_sequences += len(rows)
@@ -219,7 +231,7 @@ def token_columns(
     row: PackedRow,
     logprobs: Tensor,
     entropies: Tensor,
-    calls: Sequence[Call],
+    calls: Sequence[RecordedCall],
     losses: Components,
 ) -> dict[str, Column | None]:
     """[T] of each of ``COLUMNS``, in the micro batch's own order."""
@@ -227,7 +239,7 @@ def token_columns(
 
     targets = row.targets.cpu().numpy()
     trainer = _only(logprobs, targets)
-    own = {"trainer_logprobs": trainer, "entropy": _only(entropies, targets)}
+    columns = {"trainer_logprobs": trainer, "entropy": _only(entropies, targets)}
     compared = ratio_tokens(row, losses)
     if len(compared):
         inference = _only(row.inference_logprobs, compared)
@@ -236,15 +248,15 @@ def token_columns(
             ratio = np.exp(log_ratio)
             difference = np.exp(trainer) - np.exp(inference)
             mismatch_kl = np.expm1(log_ratio) - log_ratio
-        own |= zip(RATIOS, (mismatch_kl, log_ratio, ratio, difference), strict=True)
+        columns |= zip(RATIOS, (mismatch_kl, log_ratio, ratio, difference), strict=True)
 
-    own |= _masks(calls, len(trainer))
-    found: dict[str, Column | None] = {name: getattr(micro_batch, name, None) for name in COLUMNS}
-    for name, column in own.items():  # they are in the row's order
-        found[name] = packed = np.empty_like(column)
+    columns |= _masks(calls, len(trainer))
+    known: dict[str, Column | None] = {name: getattr(micro_batch, name, None) for name in COLUMNS}
+    for name, column in columns.items():  # they are in the row's order
+        known[name] = packed = np.empty_like(column)
         packed[row.origins] = column
 
-    return found
+    return known
 
 
 def _only(column: Tensor, tokens: Column) -> Column:
@@ -254,16 +266,16 @@ def _only(column: Tensor, tokens: Column) -> Column:
     return kept
 
 
-def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
+def _masks(calls: Sequence[RecordedCall], num_tokens: int) -> dict[str, Column]:
     """1.0, 0.0, or NaN for tokens without a loss that reports one; 1.0 if any loss reports it."""
     masks: dict[str, Column] = {}
     for call in calls:
         for name, metric in call.outputs.metrics.items():
             field = name.rpartition("/")[2]
             if field in MASKS and isinstance(metric, TokenMetric):
-                found = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
+                values = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
                 column = masks.setdefault(field, np.full(num_tokens, np.nan))
-                column[call.tokens] = np.fmax(column[call.tokens], found)
+                column[call.tokens] = np.fmax(column[call.tokens], values)
 
     return masks
 
@@ -273,8 +285,8 @@ def _nullable(column: Column, kind: Kind) -> list[Any]:
     missing = ~np.isfinite(column)
     values = (column == 1 if kind == "bool" else column).astype(object)
     values[missing] = None
-    found: list[Any] = values.tolist()
-    return found
+    plain: list[Any] = values.tolist()
+    return plain
 
 
 class JsonLines:

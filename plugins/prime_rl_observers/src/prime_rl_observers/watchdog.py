@@ -5,26 +5,37 @@ from __future__ import annotations
 import asyncio
 import time
 
-from prime_rl import Observer, RunError
+from pydantic import PositiveFloat
+
+from prime_rl import Observer, PluginConfig, RunError
 from prime_rl.rundir.status import trainer_works
 
 LOOK_SECONDS = 1.0
 """Between two looks."""
 
 
+class WatchdogConfig(PluginConfig):
+    """``[observers.watchdog]``."""
+
+    timeout: PositiveFloat = 1200.0
+    """Seconds in which nothing moves, after which the run fails. They count while nothing is
+    sampled, scored, evaluated or loaded into an engine, and the trainer only waits for a batch."""
+
+
 class Watchdog(Observer):
-    """Ends a run in which for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored
-    or evaluated, no engine loaded weights, and the trainer did nothing but wait for a batch."""
+    """Ends a run in which for ``timeout`` seconds nothing was sampled, scored or evaluated, no
+    engine loaded weights, and the trainer did nothing but wait for a batch."""
 
     name = "watchdog"
-    reads = ("orchestrator.weights_timeout",)
+    config_class = WatchdogConfig
+    config: WatchdogConfig
 
     _clock = staticmethod(time.monotonic)
 
     async def run(self) -> None:
         """Look once a second. Raises ``RunError``."""
         shared = self.host.shared
-        timeout = shared.run.config.orchestrator.weights_timeout
+        timeout = self.config.timeout
         seen = None
         since = self._clock()
         while True:
@@ -36,7 +47,7 @@ class Watchdog(Observer):
                 since = self._clock()
             elif self._clock() - since > timeout:
                 raise RunError(
-                    f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): "
+                    f"nothing has moved for {timeout:.0f} s (observers.watchdog.timeout): "
                     f"{last.state}, waiting for {last.waiting_for}. The engines have version "
                     f"{version}. See logs/latest/trainer.log."
                 )

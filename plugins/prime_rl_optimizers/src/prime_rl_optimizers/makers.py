@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl import AdamWConfig, ConfigError, OptimizerMaker, PluginConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
     from torch.optim import Optimizer
 
@@ -51,11 +52,42 @@ class OffloadedAdamWMaker(OptimizerMaker):
         from prime_rl_optimizers.offload import OffloadedAdamW
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return OffloadedAdamW(trained, self.config, lr, weight_decay)
+        return OffloadedAdamW(trained, self.config, lr=lr, decay=weight_decay)
 
     def resumes(self, before: Mapping[str, Any]) -> bool:
         """AdamW has the same state."""
-        return before["type"] in ("adamw", self.name)
+        return before["type"] in ("adamw", "pcgrad", self.name)
+
+
+class PCGradMaker(OptimizerMaker):
+    """AdamW on the sum of the envs' gradients, of which none keeps what conflicts with another
+    (``pcgrad.py``)."""
+
+    name = "pcgrad"
+    config_class = AdamWConfig
+    config: AdamWConfig
+    weighs_envs = True
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+        import torch
+
+        return torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=lr,
+            betas=(self.config.beta1, self.config.beta2),
+            eps=self.config.eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def env_weights(self, step: int, envs: Sequence[str], products: np.ndarray) -> list[float]:
+        from prime_rl_optimizers.pcgrad import weights_of
+
+        return weights_of(products, step)
+
+    def resumes(self, before: Mapping[str, Any]) -> bool:
+        """AdamW has the same state."""
+        return before["type"] in ("adamw", "adamw_offload", self.name)
 
 
 class SgdConfig(PluginConfig):
@@ -83,7 +115,7 @@ class SgdMaker(OptimizerMaker):
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
         from prime_rl_optimizers.sgd import sgd
 
-        return sgd(model, self.config, lr, weight_decay)
+        return sgd(model, self.config, lr=lr, weight_decay=weight_decay)
 
     def resumes(self, before: Mapping[str, Any]) -> bool:
         """A momentum may be dropped, and not be gained."""

@@ -26,7 +26,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What trains: the hidden matrices, and all else."""
+    """The parameters that train: the hidden matrices, and all others."""
     matrices = hidden_matrices(model)
     inside = set(map(id, matrices))
     rest = (each for each in model.parameters() if each.requires_grad)

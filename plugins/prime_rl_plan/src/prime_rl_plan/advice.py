@@ -66,18 +66,18 @@ def advise(plan: Plan, again: Callable[[list[Change]], Plan]) -> tuple[list[Chan
     ``again`` plans the config with changes."""
     changes: dict[str, str] = {}
     for proposals, fits in STAGES:
-        found = plan
+        best = plan
         for key, value in proposals(plan):
-            if fits(found) and key != RATE:
+            if fits(best) and key != RATE:
                 break
             try:
-                found = again([*(changes | {key: value}).items()])
+                best = again([*(changes | {key: value}).items()])
             except ConfigError:  # it does not go with the rest of the config
                 continue
             changes[key] = value
 
-        if not fits(found):
-            return [], found
-        plan = found
+        if not fits(best):
+            return [], best
+        plan = best
 
     return list(changes.items()), plan

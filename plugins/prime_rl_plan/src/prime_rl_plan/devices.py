@@ -13,6 +13,13 @@ from prime_rl_observers.device_usage import peak_of
 GIB = 2**30
 ON_HOST = "optimizer state on the host"
 """A kind of memory: what ``adamw_offload`` keeps off the GPU."""
+INPUTS_ON_HOST = "activations on the host"
+"""Another: the inputs of recomputed blocks with ``offload_activations``."""
+
+SHARED = "shared"
+"""Traffic between ranks that overlaps with computation: gathered weights, gradients."""
+SENT = "sent"
+"""Traffic for which a rank waits: tokens to experts and back, tokens for heads and back."""
 
 SHEETS: dict[str, tuple[float, float, float, float]] = {
     # name: memory GB as it is sold, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in
@@ -51,8 +58,10 @@ OF_MEMORY = {("A100", 40): 1555.0}
 """Memory GB/s of a version with other memory."""
 NETWORK = 50e9
 """Bytes/s of each GPU to other machines: one 400 Gbit/s port per GPU."""
+HOST = 25e9
+"""Bytes/s of each GPU to its host's memory in one direction: PCIe 4.0 with 16 lanes."""
 
-SPEC = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][A-Za-z0-9_ ]*?)(?:-(\d+))?")
+SPEC = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][A-Za-z0-9_ ]*?)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,9 @@ class Machines:
 
 def parse(spec: str) -> Machines:
     """``8xH100-80``, or ``2x8xH100-80`` for two machines. Raises ``ConfigError``."""
-    found = SPEC.fullmatch(spec.strip())
+    match = SPEC.fullmatch(spec.strip())
     names = {name.replace(" ", "").lower(): name for name in SHEETS}
-    if found is None or (key := re.sub("[ _]", "", found[3]).lower()) not in names:
+    if match is None or (key := re.sub("[ _]", "", match[3]).lower()) not in names:
         raise ConfigError(
             f"--gpus {spec!r}: expected COUNTxNAME-GB or MACHINESxCOUNTxNAME-GB, such as 8xH100-80 "
             f"or 2x8xH100-80; the known names are {', '.join(sorted(names.values()))}"
@@ -89,11 +98,11 @@ def parse(spec: str) -> Machines:
 
     name = names[key]
     memory, float32, bandwidth, link = SHEETS[name]
-    size = int(found[4] or memory)
+    size = int(match[4] or memory)
     return Machines(
         name=f"{name} {size} GB",
-        nodes=int(found[1] or 1),
-        count=int(found[2]),
+        nodes=int(match[1] or 1),
+        count=int(match[2]),
         memory=card_memory(name, size),
         bfloat16=peak_of(name) or 0.0,
         float32=float32 * 1e12,
@@ -103,8 +112,8 @@ def parse(spec: str) -> Machines:
 
 
 def card_memory(name: str, size: int) -> float:
-    """Bytes of a card that is sold with ``size`` GB. A card that is not in the table has the share
-    of its sold size that the one in the sheet has."""
+    """Bytes of a card that is sold with ``size`` GB. For a card that is not in the table, memory is
+    the same share of the sold size as for the card in the sheet."""
     if (name, size) in MIB:
         return float(MIB[name, size] * 2**20)
     sold = int(SHEETS[name][0])

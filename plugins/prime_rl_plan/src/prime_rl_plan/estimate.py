@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +19,20 @@ from typing import Any
 
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import FILES, RunConfig
+from prime_rl.orchestrator.admission.inflight import inflight_limit
+from prime_rl.orchestrator.agents import make_algorithm, parts_of
 from prime_rl.registry.manager import Hooks
-from prime_rl.registry.offers import ALGORITHM, make
-from prime_rl_plan.architecture import active_share, architecture, kv_bytes
-from prime_rl_plan.devices import GIB, NETWORK, ON_HOST, Machines
+from prime_rl_plan.architecture import active_share, architecture, kv_bytes, num_experts
+from prime_rl_plan.devices import (
+    GIB,
+    HOST,
+    INPUTS_ON_HOST,
+    NETWORK,
+    ON_HOST,
+    SENT,
+    SHARED,
+    Machines,
+)
 
 CONTEXT = 1.0 * GIB
 """Memory of a GPU that each of its processes holds besides tensors: CUDA's context, NCCL's buffers,
@@ -60,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config comes to on some machines."""
+    """The plan of a config on some machines."""
 
     config: RunConfig
     machines: Machines
@@ -75,14 +87,22 @@ class Plan:
     """Most tokens of a step."""
     rows: int
     """Rows of a rank and step."""
-    ranks: int
     concurrency: int
     """Samples of the longest kind whose KV fits into one engine."""
     update: float
     """Bytes that each engine gets with a version."""
     seconds: Mapping[str, float]
-    """At least, by part. ``step``: of all; ``network``: of ``train``, if it were all."""
-    measured: Mapping[str, Any]
+    """At least, by part. ``step``: of all; ``network``: of ``train``, if it were all; ``move``: to
+    the host and back, where engines and trainer take turns."""
+    facts: PlanFacts
+
+    @property
+    def ranks(self) -> int:
+        return self.facts.ranks
+
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        return self.facts.measured
 
     @property
     def fits(self) -> bool:
@@ -90,8 +110,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the formulas read."""
+class PlanFacts:
+    """The values that the formulas read."""
 
     config: RunConfig
     engine: Engine
@@ -111,7 +131,7 @@ class Facts:
 
     @property
     def weights(self) -> float:
-        """Of the model that an engine serves: adapters are merged into it."""
+        """Weights of the model that an engine serves: adapters are merged into it."""
         return float(self.measured["weights"] - self.measured["trained"] * self.adapts)
 
     @property
@@ -120,11 +140,41 @@ class Facts:
         return bool(self.measured["trained"] < self.measured["weights"])
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps of a batch."""
+        return self.config.trainer.minibatches * self.config.trainer.epochs
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that a rank computes in a step: each epoch computes all of them."""
+        return self.rows * self.config.trainer.epochs
+
+    @property
+    def computing_seconds(self) -> float:
+        """Of the rows of a step, without the network; blocks whose inputs lie on the host may wait
+        for these."""
+        costs = self.measured["costs"]
+        host = costs.get("rows_host_bytes", 0.0) / HOST
+        return float(self.computed_rows * max(costs["rows_seconds"], host))
+
+    @property
     def in_flight(self) -> int:
-        """Samples that one engine has in flight."""
-        return math.ceil(
-            self.config.orchestrator.max_inflight / max(self.config.inference.replicas, 1)
+        """Samples that one engine runs at once, at most: as many as the run keeps in flight by
+        default, as far as its slots hold them, and as may train in time."""
+        orchestrator = self.config.orchestrator
+        engines = max(self.config.inference.replicas, 1)
+        is_elsewhere = self.config.inference.base_url is not None
+        capacity = None if is_elsewhere else self.engine.capacity
+        is_synchronous = orchestrator.max_off_policy_steps == 0
+        limit = inflight_limit(
+            orchestrator.max_inflight_rollouts,
+            [capacity] * engines,
+            synchronous=orchestrator.max_inflight if is_synchronous else None,
+            batch_size=orchestrator.expected_rollouts,
+            demands={},
         )
+        number = math.ceil(min(limit.number, orchestrator.most_inflight) / engines)
+        return number if capacity is None else min(number, capacity)
 
     @property
     def other_context(self) -> float:
@@ -138,26 +188,43 @@ def estimate(
     """The plan of a config whose processes are placed. Raises ``ConfigError`` for a model that is
     unknown here, or that the trainer cannot train."""
     table = architecture(config)
-    samples = math.ceil(config.orchestrator.batch_size / ranks)
-    rows = math.ceil(samples / max(config.row_tokens // config.seq_len, 1))
-    measured = measure(config, hooks, table, ranks, min(rows, 2), machines)
-    facts = Facts(config, engine, machines, table, measured, ranks, rows)
+    config.trainer.check_layout(
+        config.model.name,
+        num_ranks=ranks,
+        num_heads=table["num_attention_heads"],
+        num_experts=num_experts(table),
+    )
+    orchestrator = config.orchestrator
+    rows = num_rows(config, ranks)
+    measured = measure(
+        config, hooks, table=table, ranks=ranks, rows=min(rows, 2), machines=machines
+    )
+    facts = PlanFacts(
+        config, engine, machines=machines, table=table, measured=measured, ranks=ranks, rows=rows
+    )
     served, concurrency = engine_side(facts)
     return Plan(
         config,
         machines,
-        places,
-        trainer_side(facts),
+        places=places,
+        trainer=trainer_side(facts),
         engine=served if config.inference.base_url is None else None,
         host=host(facts),
-        tokens=config.orchestrator.batch_size * config.seq_len,
+        tokens=orchestrator.token_batch_size or orchestrator.expected_rollouts * config.seq_len,
         rows=rows,
-        ranks=ranks,
         concurrency=concurrency,
         update=measured["published"] * (4 if facts.adapts else SIZES[config.trainer.publish_dtype]),
         seconds=times(facts, concurrency),
-        measured=measured,
+        facts=facts,
     )
+
+
+def num_rows(config: RunConfig, ranks: int) -> int:
+    """Rows of a rank and step, all samples as long as ``seq_len``."""
+    samples = math.ceil(
+        config.orchestrator.expected_rollouts * config.trainer.context_parallel / ranks
+    )
+    return math.ceil(samples / max(config.row_tokens // config.seq_len, 1))
 
 
 # -- the trainer
@@ -173,8 +240,7 @@ def measure(
 ) -> dict[str, Any]:
     """See ``measure.py``."""
     env = config.orchestrator.train.env[0]
-    algo = env.algo or config.orchestrator.algo
-    algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
+    algorithm = parts_of(make_algorithm(env, config.orchestrator.algo, hooks))[0].algorithm
     request = {
         "trainer": config.trainer.model_dump(mode="json"),
         "model": dict(table),
@@ -215,7 +281,7 @@ def _on_gpu(config: RunConfig, machines: Machines) -> bool:
     return machines.count > 0 and config.trainer.device != "cpu"
 
 
-def trainer_side(facts: Facts) -> Side:
+def trainer_side(facts: PlanFacts) -> Side:
     """One rank: the largest peak, by kind, and what a GPU needs besides."""
     regions = {k: peak for k, peak in facts.measured["peaks"].items() if k != "between steps"}
     parts = dict(max(regions.values(), key=lambda peak: float(peak["total"])))
@@ -233,7 +299,7 @@ def trainer_side(facts: Facts) -> Side:
     return Side(parts, limit, sum(parts.values()))
 
 
-def copy_to_send(facts: Facts, free: float) -> float:
+def copy_to_send(facts: PlanFacts, free: float) -> float:
     """Bytes on a GPU for a copy of the weights, which NCCL sends while the trainer goes on; 0 if
     there is none. ``free``: what is left without it."""
     table = facts.config.weight_broadcast
@@ -249,7 +315,7 @@ def copy_to_send(facts: Facts, free: float) -> float:
 # -- the engine
 
 
-def engine_side(facts: Facts) -> tuple[Side, int]:
+def engine_side(facts: PlanFacts) -> tuple[Side, int]:
     """One GPU of an engine, and how many of the longest samples its KV holds. Keys of vLLM's names
     (``gpu_memory_utilization``) are read from any engine's table."""
     machines = facts.machines
@@ -278,7 +344,7 @@ def engine_side(facts: Facts) -> tuple[Side, int]:
 # -- host memory, time
 
 
-def host(facts: Facts) -> Parts:
+def host(facts: PlanFacts) -> Parts:
     """Bytes on each machine, besides a process's usual one or two GiB."""
     local = math.ceil(facts.ranks / facts.config.deployment.trainer_nodes)
     # A reader of files copies what a rank keeps straight to its place, out of the page cache.
@@ -290,6 +356,8 @@ def host(facts: Facts) -> Parts:
     moments = held.get(ON_HOST, 0)
     if moments:
         parts[ON_HOST] = float(moments * local)
+    if facts.measured["inputs_on_host"] and _on_gpu(facts.config, facts.machines):
+        parts[INPUTS_ON_HOST] = float(facts.measured["inputs_on_host"] * local)
     if facts.config.weight_broadcast.as_files and not facts.adapts:
         share = facts.measured["published"] / facts.config.deployment.trainer_nodes
         copies = 2.0 * share * SIZES[facts.config.trainer.publish_dtype]
@@ -309,24 +377,75 @@ def host(facts: Facts) -> Parts:
     return parts
 
 
-def times(facts: Facts, concurrency: int) -> dict[str, float]:
+def times(facts: PlanFacts, concurrency: int) -> dict[str, float]:
     """Seconds by a roofline: nothing is faster. Empty without a GPU."""
     config = facts.config
-    machines = facts.machines
     costs = facts.measured["costs"]
-    if not machines.count:
+    if not facts.machines.count:
         return {}
-    wire = machines.link if config.deployment.trainer_nodes == 1 else NETWORK
-    share = (facts.ranks - 1) / facts.ranks
-    network = costs.get("rows_network_bytes", 0.0) * share / wire
-    train = facts.rows * max(costs["rows_seconds"], network) + costs["update_seconds"]
-    found = {"train": train, "sample": sampling_seconds(facts, concurrency)}
+    found = traffic(facts)
+    shared = sum(each.seconds for each in found if each.kind == SHARED)
+    sent = sum(each.seconds for each in found if each.kind == SENT)
+    # Moments on the host are read and written in each optimizer step.
+    moments = 2 * facts.measured["peaks"]["update"].get(ON_HOST, 0) / HOST
+    train = max(facts.computing_seconds, shared) + sent
+    train += facts.num_updates * (costs["update_seconds"] + moments)
+    seconds = {"train": train, "sample": sampling_seconds(facts, concurrency)}
+    if config.deployment.colocated:
+        seconds["move"] = moving_seconds(facts)
     in_turn = config.deployment.colocated or config.orchestrator.max_off_policy_steps == 0
-    step = sum(found.values()) if in_turn else max(found.values())
-    return found | {"step": step} | ({"network": facts.rows * network} if network else {})
+    step = sum(seconds.values()) if in_turn else max(seconds.values())
+    network = shared + sent
+    return seconds | {"step": step} | ({"network": network} if network else {})
 
 
-def sampling_seconds(facts: Facts, concurrency: int) -> float:
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank exchanges with a group of ranks in a step."""
+
+    kind: str
+    """``SHARED`` or ``SENT``."""
+    between_machines: bool
+    bytes: float
+    """That leave the rank."""
+    seconds: float
+
+
+TRAFFIC = re.compile(rf"(rows|update)_network/({SHARED}|{SENT})/(\d+)/(\d+)")
+
+
+def traffic(facts: PlanFacts) -> list[Traffic]:
+    """Of a rank and step, by kind and wire. Ranks are numbered machine by machine, so a group that
+    spans more ranks than a machine has is of several: then every byte counts as one between
+    machines."""
+    sums = defaultdict[tuple[str, bool], float](float)
+    on_machine = facts.ranks // facts.config.deployment.trainer_nodes
+    for key, moved in facts.measured["costs"].items():
+        match = TRAFFIC.fullmatch(key)
+        if match is None:
+            continue
+        size, span = int(match[3]), int(match[4])
+        leaves = moved * (size - 1) / size
+        number = facts.computed_rows if match[1] == "rows" else facts.num_updates
+        sums[match[2], span > on_machine] += leaves * number
+
+    wires = {True: NETWORK, False: facts.machines.link or NETWORK}
+    return [
+        Traffic(kind, away, bytes=leaves, seconds=leaves / wires[away])
+        for (kind, away), leaves in sorted(sums.items())
+        if leaves
+    ]
+
+
+def moving_seconds(facts: PlanFacts) -> float:
+    """The trainer's state to the GPU and back, and an engine's weights: both take turns."""
+    held = facts.measured["peaks"]["update"]
+    state = held.get("weights", 0) + held.get("optimizer", 0)
+    served = facts.weights * facts.size / facts.engine.num_gpus
+    return 2 * float(state + served) / HOST
+
+
+def sampling_seconds(facts: PlanFacts, concurrency: int) -> float:
     """All samples of a batch, each ``seq_len`` long: prefill by operations, decoding by the bytes
     of weights and KV that each token of a batch reads."""
     config = facts.config
@@ -338,7 +457,7 @@ def sampling_seconds(facts: Facts, concurrency: int) -> float:
     most = config.orchestrator.train.sampling.max_completion_tokens or config.seq_len // 2
     completion = min(most, config.seq_len - 1)
     prompt = config.seq_len - completion
-    samples = config.orchestrator.batch_size / max(config.inference.replicas, 1)
+    samples = config.orchestrator.expected_rollouts / max(config.inference.replicas, 1)
     at_once = max(min(concurrency, facts.in_flight, samples), 1)
     flops = 2 * facts.weights * active_share(facts.table, facts.weights)
     peak = (machines.bfloat16 if size == 2 else machines.float32) * spread

@@ -2,7 +2,7 @@
 
 The tensors lie on the CPU, so that this works with any build of torch. What the code asks of a GPU
 is answered as a GPU would: then it takes the same kernels, dtypes and blocks. Collectives of fake
-ranks complete at once. ``core/tests/trainer/fake_cuda.py`` does the same with CUDA tensors; a test
+ranks complete at once. ``tests/fake_cuda.py`` does the same with CUDA tensors; a test
 compares the two.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BLOCK = 2**26
-"""Logits of a block of the LM head on a GPU (``trainer.lm_head_block``)."""
+"""Logits of a block of the LM head on a GPU (``Kernel.block_logits``)."""
 
 _NUMPY = Tensor.numpy
 
@@ -42,16 +43,42 @@ def _first(policy: Any, packings: Any, device: torch.device, half: bool) -> None
     policy.use(packings[0])
 
 
+def _balanced(
+    expert_ids: Tensor, num_ranks: int, num_here: int, group: Any
+) -> tuple[Tensor, list[int], list[int]]:
+    """As ``prime_rl_kernels.experts.exchange_counts``, if every expert is chosen equally often."""
+    first, rest = divmod(len(expert_ids), num_ranks)
+    sizes = [first + (number < rest) for number in range(num_ranks)]
+    return torch.zeros(num_ranks * num_here, dtype=torch.int64), sizes, sizes
+
+
+def _kernel_answers(gpu: bool, compiled: bool) -> dict[str, Any]:
+    """Answers to what ``prime-rl-kernels``, if it is installed, asks of values and of a GPU."""
+    if find_spec("prime_rl_kernels") is None:
+        return {}
+    answers: dict[str, Any] = {"prime_rl_kernels.experts.exchange_counts": _balanced}
+    return answers | (_triton_kernels(compiled) if gpu else {})
+
+
+def _triton_kernels(compiled: bool) -> dict[str, Any]:
+    """Answers with which it takes its Triton kernels."""
+    answers: dict[str, Any] = {"prime_rl_kernels.gpu_check.is_usable": lambda device: True}
+    if compiled:  # the compiler has its own
+        answers["prime_rl_kernels.gpu_layers.replace_layers"] = lambda model: None
+    return answers
+
+
 @contextlib.contextmanager
-def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
+def fake_tensors(gpu: bool, half: bool, compiled: bool = False) -> Iterator[None]:
     """Tensors made inside have no values. ``gpu``: kernels are those of a GPU; ``half``: in
-    bfloat16."""
+    bfloat16; ``compiled``: a run would compile the decoder blocks."""
     answers: dict[str, Any] = {
         "torch.Tensor.numpy": _numpy,
         "torch.Tensor.tolist": lambda tensor: _numpy(tensor.cpu()).tolist(),
         "prime_rl.trainer.state.find_packing": _first,
         "torch.nn.Module.to": lambda module, *a, **k: module,
         "torch.nn.Module.float": lambda module: module,
+        **_kernel_answers(gpu, compiled),
     }
     if gpu:
         answers |= {

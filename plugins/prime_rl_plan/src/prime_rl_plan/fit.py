@@ -20,7 +20,7 @@ from prime_rl_plan.architecture import architecture
 
 IPC = "ipc"
 KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
-"""Of ``[deployment]``: with one of them the config divides the GPUs itself."""
+"""Keys of ``[deployment]``. A config with one of them divides the GPUs itself."""
 
 
 def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -19,10 +19,12 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -30,11 +32,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from prime_rl_plan.devices import ON_HOST
+from prime_rl_plan.devices import INPUTS_ON_HOST, ON_HOST, SENT, SHARED
 
 aten = torch.ops.aten
 HEAD = ("prime_rl.trainer.logprobs", "prime_rl_kernels.fused_head")
 """Modules that compute logits, forward and backward."""
+UNCOMPILED = (*HEAD, "prime_rl_kernels.attention", "prime_rl.trainer.loss")
+"""Modules that run outside of the compiled blocks."""
+OFFLOAD = "prime_rl_kernels.offload"
+"""The module that keeps inputs of blocks on the host: its copies cross the bus."""
+NETWORK = "network"
+"""The dtype of what travels begins so: ``network/KIND/SIZE/SPAN``. KIND is ``SHARED`` or ``SENT``,
+SIZE the number of ranks of the group, and SPAN counts them from its first to its last."""
+EXCHANGES = ("prime_rl.trainer.context",)
+"""The module whose collectives a rank waits for."""
 RESIZE = torch.UntypedStorage.resize_
 OUTSIDE = "between steps"
 BLOCK_BYTES = 512
@@ -46,25 +57,30 @@ SMALL = 0.002
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of one process. ``pairs``: the row's query-key pairs in each layer's attention."""
+    """The ledger of one process. ``pairs``: the row's query-key pairs in each layer's attention."""
 
-    def __init__(self, pairs: float, rounds: bool) -> None:
+    def __init__(self, pairs: float, rounds: bool, fuses: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pairs = pairs
         self.rounds = rounds
+        self.fusion = Fusion() if fuses else None
+        """What a compiler of the blocks leaves of their element-wise work."""
         self.region = OUTSIDE
         self.charges = False
         """Operations cost something now."""
         self.live: dict[int, tuple[int, str]] = {}
         """Bytes and kind by storage."""
         self.total = 0
+        self.on_host = 0
+        """Bytes that ``OFFLOAD`` keeps on the host, which are not in ``total``."""
         self.owned: Any = lambda: iter(())
-        """The storages whose kind is known by what holds them."""
+        """Storages whose kind follows from their owner: parameters, gradients, optimizer state."""
         self.clear()
 
     def clear(self) -> None:
         """Forget peaks and costs, but not what is allocated."""
         self.peaks: dict[str, dict[str, int]] = {}
+        self.most_on_host = 0
         self.costs: Counter[tuple[str, str, str, float, float]] = Counter()
         """Number of operations by region, name, dtype, floating-point operations and bytes."""
 
@@ -84,12 +100,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.rounds:
             size = math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
         self.live[key] = (size, kind)
-        self.total += size
         weakref.finalize(storage, self._free, key)
-        self._look()
+        if kind == INPUTS_ON_HOST:
+            self.on_host += size
+            self.most_on_host = max(self.most_on_host, self.on_host)
+        else:
+            self.total += size
+            self._look()
 
     def _free(self, key: int) -> None:
-        self.total -= self.live.pop(key, (0, ""))[0]
+        size, kind = self.live.pop(key, (0, ""))
+        if kind == INPUTS_ON_HOST:
+            self.on_host -= size
+        else:
+            self.total -= size
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """``storage.resize_``: FSDP frees and takes gathered weights by it."""
@@ -114,7 +138,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kinds = dict(self.owned())
         parts: Counter[str] = Counter(total=self.total)
         for key, (size, kind) in self.live.items():
-            parts[kinds.get(key, kind)] += size
+            if kind != INPUTS_ON_HOST:
+                parts[kinds.get(key, kind)] += size
         self.peaks[self.region] = dict(parts)
 
     # -- operations
@@ -146,8 +171,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in fresh:
                 self._allocate(each, kind)
 
-        if self.charges and not func.is_view:
-            self._charge(func, name, read, made)
+        # A view moves nothing, those without the name of one (``_unsafe_view``) included.
+        moves = fresh or func._schema.is_mutable or func.namespace == "c10d"
+        if self.charges and moves:
+            self._charge(func, name, args, read=read, made=made)
         return result
 
     def _kind(self, func: Any, read: list[Tensor]) -> str:
@@ -155,23 +182,29 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = self.live.get(read[0].untyped_storage()._cdata, (0, ""))[1]
             if source in ("weights", "gathered"):
                 return "rounded"
+        if _is_called_by(("to_host",), OFFLOAD):
+            return INPUTS_ON_HOST
+        return "logits" if _in_modules(HEAD) else "activations"
 
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_globals.get("__name__") in HEAD:
-                return "logits"
-            frame = frame.f_back  # type: ignore[assignment]
-
-        return "activations"
-
-    def _charge(self, func: Any, name: str, read: list[Tensor], made: list[Tensor]) -> None:
+    def _charge(
+        self, func: Any, name: str, args: Any, read: list[Tensor], made: list[Tensor]
+    ) -> None:
         moved = float(sum(_bytes(each) for each in (*read, *made)))
+        if self.fusion is not None and self.region != "update":
+            fusible = _is_element_wise(func, name) and not _in_modules(UNCOMPILED)
+            moved = self.fusion.moved(read, made, fusible=fusible)
         dtype = str((read or made)[0].dtype).removeprefix("torch.") if read or made else ""
         if func.namespace == "c10d":
-            dtype = "network"
+            waits = name.startswith("alltoall") or _in_modules(EXCHANGES)
+            dtype = f"{NETWORK}/{SENT if waits else SHARED}/{_group_of(args)}"
             twice = 1 + (name == "allreduce_")
             moved = float(twice * max((_bytes(each) for each in read), default=0))
-        self.costs[self.region, name, dtype, self._flops(func, name, read, made), moved] += 1
+        elif name == "copy_" and _is_called_by(("to_host", "to_device"), OFFLOAD):
+            dtype = "host"
+            moved = float(_bytes(made[0]))
+        self.costs[
+            self.region, name, dtype, self._flops(func, name, read=read, made=made), moved
+        ] += 1
 
     def _flops(self, func: Any, name: str, read: list[Tensor], made: list[Tensor]) -> float:
         if "varlen_attn" in name:  # causal: two products forward, five backward
@@ -191,7 +224,100 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0.0
 
 
+def _group_of(args: Any) -> str:
+    """``SIZE/SPAN`` of the ranks that a collective is among."""
+    (boxed,) = (each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each))
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
+    return f"{len(ranks)}/{max(ranks) - min(ranks) + 1}"
+
+
+def _is_group(boxed: torch.ScriptObject) -> bool:
+    return boxed._type().qualified_name().endswith(".ProcessGroup")
+
+
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+
+
+class Fusion:
+    """Bytes that operations move where a compiler makes one kernel of each run of element-wise ones
+    and reductions: between two others, in the order of the program.
+
+    A run reads what others made, each tensor once. It writes a result of its own only if another
+    kernel reads it. Then the bytes of the write are charged to that reader. Where a compiler would
+    compute such a result again instead, it moves less.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, int] = {}
+        """Results that no kernel has written yet: their run, by storage."""
+        self._run = 0
+        self._read: set[int] = set()
+        """Storages that the present run has read."""
+
+    def moved(self, read: list[Tensor], made: list[Tensor], fusible: bool) -> float:
+        """Bytes of one operation."""
+        if not fusible:
+            self._run += 1
+            self._read.clear()
+
+        total = 0.0
+        for tensor in read:
+            key = tensor.untyped_storage()._cdata
+            run = self._inside.get(key)
+            if fusible and (run == self._run or key in self._read):
+                continue
+            if run is not None:  # its run has to write it
+                total += _bytes(tensor)
+                del self._inside[key]
+            total += _bytes(tensor)
+            if fusible:
+                self._read.add(key)
+
+        before = {tensor.untyped_storage()._cdata for tensor in read}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            in_place = storage._cdata in before and storage._cdata not in self._inside
+            if not fusible or in_place:
+                total += _bytes(tensor)
+                continue
+            if storage._cdata not in self._inside:
+                weakref.finalize(storage, self._inside.pop, storage._cdata, None)
+            self._inside[storage._cdata] = self._run
+
+        return total
+
+
+def _is_element_wise(func: Any, name: str) -> bool:
+    """Whether a compiler fuses the operation with its neighbors."""
+    tags = torch.Tag.pointwise in func.tags or torch.Tag.reduction in func.tags
+    return tags or name in FUSED
+
+
+FUSED = {
+    *("_to_copy", "clone", "copy_", "cat", "sum", "mean", "expand", "slice_backward"),
+    *("select_backward", "new_zeros", "zeros_like", "ones_like", "fill_", "zero_", "empty_like"),
+}
+"""Operations without a tag that the compiler fuses too."""
+
+
+def _in_modules(names: Sequence[str]) -> bool:
+    """Whether one of these modules is calling."""
+    return any(frame.f_globals.get("__name__") in names for frame in _callers())
+
+
+def _is_called_by(functions: Sequence[str], module: str) -> bool:
+    """Whether one of these functions of a module is calling."""
+    return any(
+        frame.f_code.co_name in functions and frame.f_globals.get("__name__") == module
+        for frame in _callers()
+    )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_fake(result: Any) -> bool:
@@ -256,8 +382,8 @@ def _sharded(module: nn.Module) -> Iterator[Any]:
     """The parameters that FSDP has sharded in a module."""
     state = getattr(module, "_get_fsdp_state", None)
     if state is not None:
-        found = state()._fsdp_param_group
-        yield from found.fsdp_params if found is not None else ()
+        group = state()._fsdp_param_group
+        yield from group.fsdp_params if group is not None else ()
 
 
 def _key(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
@@ -29,11 +29,11 @@ from prime_rl.streams import STREAMS, TOP_IDS
 from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import load_model
+from prime_rl.trainer.model import WORTH_COMPILING, load_model
 from prime_rl.trainer.published import published_tensors
 from prime_rl.wire.micro_batch import MicroBatch
 from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
-from prime_rl_plan.ledger import OUTSIDE, Ledger, owners
+from prime_rl_plan.ledger import NETWORK, OUTSIDE, Ledger, owners
 
 
 def lengths_of(tokens: int, longest: int) -> list[int]:
@@ -50,7 +50,7 @@ def make_row(
     lengths: Sequence[int], vocab: int, component: str, streams: Sequence[str]
 ) -> MicroBatch:
     """A row of samples whose tokens, all but the first, are targets of ``component``. The ids are
-    spread over the vocabulary: on a CPU, memory that no token reaches would not be taken."""
+    spread over the vocabulary, because a CPU allocates only the memory that a token reaches."""
     tokens = sum(lengths)
     samples = len(lengths)
     mask = np.concatenate([np.arange(length) > 0 for length in lengths])
@@ -89,8 +89,8 @@ def with_layers(table: Mapping[str, Any], layers: int) -> PretrainedConfig:
 
 @contextlib.contextmanager
 def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
-    """Have the ledger know where in a step it is. Only the last of the step's ``num_rows`` rows is
-    charged, and the update."""
+    """Tell the ledger the current part of the step. Only the last of the step's ``num_rows`` rows
+    is charged, and the update."""
     names = set(trainer.model._no_split_modules or ())
     modules = trainer.model.modules()
     blocks = [each for each in modules if type(each).__name__.removeprefix("FSDP") in names]
@@ -139,6 +139,19 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
     ledger.charges = False
 
 
+def is_compiled(request: Mapping[str, Any]) -> bool:
+    """Whether a run would compile the blocks. They run as they are here: memory is theirs, and of
+    time the ledger leaves out what a compiler saves."""
+    setting = request["trainer"].get("compile", "auto")
+    if setting != "auto":
+        return bool(setting)
+    with torch.device("meta"):
+        whole = with_layers(request["model"], request["model"]["num_hidden_layers"])
+        model = AutoModelForCausalLM.from_config(whole)
+    weights = sum(each.numel() for each in model.parameters())
+    return bool(request["gpu"]) and weights >= WORTH_COMPILING
+
+
 def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Peaks by region and kind, and costs, of one training step with so many layers."""
     gpu = request["gpu"]
@@ -151,20 +164,24 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
         "compile": False,
     }
     if gpu:
-        settings |= {
-            "share_prompts": False,
-            "lm_head_block": settings.get("lm_head_block") or BLOCK,
-        }
+        settings["share_prompts"] = False
 
     hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig.model_validate(settings)
     lengths = lengths_of(request["row_tokens"], request["seq_len"])
-    ledger = Ledger(pairs=sum(n * (n + 1) / 2 for n in lengths), rounds=gpu)
+    ledger = Ledger(
+        pairs=sum(n * (n + 1) / 2 for n in lengths),
+        rounds=gpu,
+        fuses=is_compiled(request),
+    )
     architecture = with_layers(request["model"], layers)
     torch.manual_seed(0)
     losses = Components.load(config, hooks)
+    kernel = make_kernel(config, hooks)
+    if gpu:
+        kernel.block_logits = BLOCK
     with (
-        fake_tensors(gpu, half),
+        fake_tensors(gpu, half, compiled=ledger.fusion is not None),
         fake_ranks(request["ranks"]),
         model_from(architecture) as folder,
     ):
@@ -181,7 +198,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
                 losses,
                 config,
                 10,
-                kernel=make_kernel(config, hooks),
+                kernel=kernel,
                 maker=make_optimizer(config.optim, hooks),
             )
             ledger.owned = lambda: owners(trainer.policy, trainer.optimizers)
@@ -202,6 +219,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             "published": sum(sizes),
             "largest": max(sizes),
             "peaks": ledger.peaks,
+            "inputs_on_host": ledger.most_on_host,
             "costs": [[*key, number] for key, number in ledger.costs.items()],
         }
 
@@ -215,7 +233,7 @@ def extrapolate(first: Any, second: Any, layers: tuple[int, int], whole: int) ->
     """Numbers, and tables of them, at ``whole`` layers: on the line through two measurements."""
     if isinstance(first, Mapping):
         return {
-            key: extrapolate(first.get(key, 0), second.get(key, 0), layers, whole)
+            key: extrapolate(first.get(key, 0), second.get(key, 0), layers=layers, whole=whole)
             for key in {**first, **second}
         }
     a, b = layers
@@ -229,17 +247,25 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     steps = [step(request, layers) for layers in ((a, b) if whole > b else (whole,))]
     for each in steps:
         each["costs"] = _summed(each["costs"], request["roofline"])
-    found = extrapolate(steps[0], steps[1], (a, b), whole) if len(steps) == 2 else steps[0]
-    return dict(found) | {"layers": [a, b] if len(steps) == 2 else [whole]}
+    estimate = (
+        extrapolate(steps[0], steps[1], layers=(a, b), whole=whole) if len(steps) == 2 else steps[0]
+    )
+    return dict(estimate) | {"layers": [a, b] if len(steps) == 2 else [whole]}
 
 
 def _summed(costs: Sequence[Sequence[Any]], roofline: Mapping[str, float]) -> dict[str, float]:
-    """Seconds, operations and bytes of a step. ``roofline``: the device's peaks per second."""
+    """Seconds, operations and bytes of a row and of the update. ``roofline``: the device's peaks
+    per second. Bytes of the network stand under part, kind and group of ranks."""
     sums: Counter[str] = Counter()
-    for region, _, dtype, flops, moved, number in costs:
+    for region, name, dtype, flops, moved, number in costs:
         part = "update" if region == "update" else "rows"
-        if dtype == "network":
-            sums[f"{part}_network_bytes"] += moved * number
+        if dtype.startswith(NETWORK):
+            # Copies of the model are summed once per step, in the backward pass of the last row.
+            part = "update" if name == "allreduce_" else part
+            sums[f"{part}_{dtype}"] += moved * number
+            continue
+        if dtype == "host":
+            sums[f"{part}_host_bytes"] += moved * number
             continue
         peak = roofline["bfloat16" if dtype == "bfloat16" else "float32"]
         sums[f"{part}_seconds"] += number * max(flops / peak, moved / roofline["bytes"])

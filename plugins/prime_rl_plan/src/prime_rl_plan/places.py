@@ -29,6 +29,8 @@ class Placed:
     ranks: int
     places: list[tuple[str, str]]
     notes: list[str]
+    is_remote: bool = False
+    """The launcher uses all machines, not one."""
 
 
 @contextmanager
@@ -67,14 +69,32 @@ def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     if resolved.launcher.is_remote:
         ranks = config.trainer.num_ranks or config.deployment.trainer_nodes
         places = _on_machines(resolved, ranks, machines)
-        return Placed(config, hooks, engine, ranks, places, notes)
+        return Placed(
+            config,
+            hooks,
+            engine=engine,
+            ranks=ranks,
+            places=places,
+            notes=notes,
+            is_remote=True,
+        )
 
     gpus = resolved.gpus
     ranks = num_ranks(config, gpus)
-    engines = gpus.engines or [()] * resolved.num_engines
-    places = [(_numbered("inference", n), _gpus(own)) for n, own in enumerate(engines)]
-    places.append((f"trainer, {ranks} rank{'s' * (ranks > 1)}", _gpus(gpus.trainer or ())))
-    return Placed(config, hooks, engine, ranks, [*places, ("orchestrator", "CPU")], notes)
+    places = []
+    for number, numbers in enumerate(gpus.engines or [()] * resolved.num_engines):
+        places.append((_numbered("inference", number), _gpus(numbers)))
+
+    trainer = "trainer, 1 rank" if ranks == 1 else f"trainer, {ranks} ranks"
+    places.append((trainer, _gpus(gpus.trainer or ())))
+    return Placed(
+        config,
+        hooks,
+        engine=engine,
+        ranks=ranks,
+        places=[*places, ("orchestrator", "CPU")],
+        notes=notes,
+    )
 
 
 def _numbered(name: str, number: int) -> str:
@@ -99,9 +119,9 @@ def _on_machines(resolved: Resolved, ranks: int, machines: Machines) -> list[tup
                 f"trainer.num_ranks: {ranks} ranks on {nodes} machines, and there are "
                 f"{machines.nodes} machines of {machines.count} GPUs. Give --gpus more, or lower it"
             )
-        own = free[node][:share]
+        of_ranks = free[node][:share]
         free[node] = free[node][share:]
-        places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, own)))
+        places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, of_ranks)))
 
     for number in range(resolved.num_engines):
         roomy = [n for n, left in enumerate(free) if len(left) >= engine.num_gpus]
@@ -112,9 +132,9 @@ def _on_machines(resolved: Resolved, ranks: int, machines: Machines) -> list[tup
             )
 
         node = roomy[0]
-        own = free[node][: engine.num_gpus]
+        of_engine = free[node][: engine.num_gpus]
         free[node] = free[node][engine.num_gpus :]
-        places.append((_numbered("inference", number), _at(node, own)))
+        places.append((_numbered("inference", number), _at(node, of_engine)))
 
     idle = [f"{node}: {_gpus(tuple(left))}" for node, left in enumerate(free) if left]
     if idle:

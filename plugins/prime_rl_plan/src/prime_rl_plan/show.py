@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from prime_rl_plan.devices import GIB
-from prime_rl_plan.estimate import Plan, Side, kinds
+from prime_rl_plan.devices import GIB, SENT, SHARED
+from prime_rl_plan.estimate import Plan, Side, kinds, traffic
+from prime_rl_plan.suggest import Suggestion, toml_lines
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -27,7 +29,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"process    {name}{what}: {place}"
 
     yield from _side("trainer", "of each rank", plan.trainer)
-    if plan.engine is not None:
+    has_engines = plan.config.has_engines
+    if plan.engine is not None and has_engines:
         yield from _side("engine", "of each GPU", plan.engine)
         longest = plan.config.inference.max_model_len or plan.config.seq_len
         yield f"           KV of {plan.concurrency:,} samples of {longest:,} tokens per engine"
@@ -46,7 +49,62 @@ def lines(plan: Plan) -> Iterator[str]:
             "(makers' data sheets), every sample as long as seq_len"
         )
 
-    yield f"update     {plan.update / 2**20:,.0f} MiB per version to each engine"
+    yield from _traffic(plan)
+    if has_engines:
+        yield f"update     {plan.update / 2**20:,.0f} MiB per version to each engine"
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    """What ranks exchange, and with whom."""
+    names = {SHARED: "weights and gradients", SENT: "tokens between ranks"}
+    parts = [
+        f"{names[each.kind]} {each.bytes / GIB:.2f} GiB in {_time(each.seconds)} "
+        f"({'between machines' if each.between_machines else 'on a machine'})"
+        for each in traffic(plan.facts)
+        if plan.seconds and each.bytes >= 10 * 2**20
+    ]
+    if parts:
+        yield f"network    sent by each rank in a step: {', '.join(parts)}"
+
+
+def state(plan: Plan) -> str:
+    """The config's own step."""
+    return _time(plan.seconds["step"]) if plan.fits else verdict(plan)
+
+
+def suggestion_lines(state: str, suggestions: Sequence[Suggestion]) -> Iterator[str]:
+    """For the terminal: ``state`` of the config as it is, then each layout with time, memory,
+    reason and the TOML lines that make it."""
+    yield f"as it is   {state}"
+    for number, each in enumerate(suggestions, start=1):
+        layout = each.layout.describe(each.plan.facts.engine.num_gpus)
+        parts = [f"{name} {_time(seconds)}" for name, seconds in each.plan.seconds.items()]
+        yield f"layout {number}   {layout}: at least {', '.join(parts)}"
+        yield f"memory     {_totals(each.plan)}"
+        yield f"reason     {each.reason}"
+        yield from (f"           {line}" for line in toml_lines(each.changes))
+
+    if not suggestions:
+        yield "no division of these GPUs fits: use more or larger ones, or LoRA (trainer.lora.rank)"
+
+
+def suggestion_table(suggestion: Suggestion) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "layout": suggestion.layout.describe(suggestion.plan.facts.engine.num_gpus),
+        "reason": suggestion.reason,
+        "toml": "\n".join(toml_lines(suggestion.changes)),
+        "plan": as_table(suggestion.plan),
+    }
+
+
+def _totals(plan: Plan) -> str:
+    sides = (("trainer", plan.trainer), ("engine", plan.engine))
+    return ", ".join(
+        f"{name} {side.total / GIB:.1f} of {side.limit / GIB:.1f} GiB"
+        for name, side in sides
+        if side is not None
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -80,6 +138,7 @@ def as_table(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "seconds": dict(plan.seconds),
         "update": plan.update,
+        "traffic": [asdict(each) for each in traffic(plan.facts)],
         "weights": plan.measured["weights"],
         "layers_measured": plan.measured["layers"],
     }

@@ -1,17 +1,7 @@
-"""The critic of PPO: a value head, generalized advantage estimation and the value loss.
+"""The critic of PPO: a value head and its loss. Advantages: ``gae.py``.
 
-    V_t     = w · h_{t-1} + b        h_{t-1}: the hidden state that predicts token t
-    delta_t = r_t + gamma V_{t+1} - V_t
-    A_t     = delta_t + gamma lambda A_{t+1}
-    R_t     = A_t + V_t
-
-(Schulman et al. 2015, arXiv:1506.02438, equations 11 and 16.) Differences from the paper:
-
-1. The steps are the trainable tokens of a rollout, over all its samples in order. Tokens of the
-   environment lie between two steps and take no time.
-2. Every rollout ends after its last trainable token, with V = 0 there, also if it was truncated.
-3. V and R are those of the weights with which the trainer began the batch, in every minibatch and
-   epoch.
+The critic ``value_bins`` gives a distribution over bins of the return instead of its mean, and
+learns by classification (``value_bins.py``).
 
 This module does not import torch before the trainer builds the head.
 """
@@ -19,11 +9,11 @@ This module does not import torch before the trainer builds the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from prime_rl import (
     Head,
@@ -35,20 +25,14 @@ from prime_rl import (
     TokenMetric,
     hookimpl,
 )
+from prime_rl_clip_losses.surrogate import on_mask, weighted
+from prime_rl_ppo.gae import ValueHeadConfig, credit
+from prime_rl_ppo.value_bins import ValueBinsHead, ValueBinsLoss
 
 if TYPE_CHECKING:
     from torch import nn
 
 Floats = npt.NDArray[np.float64]
-
-
-class ValueHeadConfig(PluginConfig):
-    """Settings of the head ``values``."""
-
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of the reward one token later."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """1: the sampled return minus V, unbiased. Towards 0: less variance, and the critic's bias."""
 
 
 class ValueHead(Head):
@@ -57,7 +41,8 @@ class ValueHead(Head):
     name = "values"
     config_class = ValueHeadConfig
     scope = "rollout"
-    reads = ("rewards",)
+    reads = ("rewards", ("truncated", 0.0))
+    reads_ends = True
     writes = ("advantages", "returns", "old_values")
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -72,24 +57,7 @@ class ValueHead(Head):
     def prepare(self, inputs: HeadInputs) -> Mapping[str, Floats]:
         """Advantages and returns of one rollout; 0.0 off its trainable tokens."""
         config = cast(ValueHeadConfig, self.config)
-        mask = inputs.loss_mask
-        values = inputs.outputs[mask]
-        rewards = inputs.streams["rewards"][mask]
-        columns = {name: np.zeros(len(mask)) for name in self.writes}
-        columns["advantages"][mask] = gae(rewards, values, config.gamma, config.gae_lambda)
-        columns["old_values"][mask] = values
-        columns["returns"] = columns["advantages"] + columns["old_values"]
-        return columns
-
-
-def gae(rewards: npt.ArrayLike, values: npt.ArrayLike, gamma: float, gae_lambda: float) -> Floats:
-    """The advantage of each step of one episode, [C]; ``rewards`` and ``values`` [C]."""
-    r = np.asarray(rewards, np.float64)
-    v = np.asarray(values, np.float64)
-    advantages = r + gamma * np.append(v[1:], 0.0) - v
-    for t in reversed(range(len(v) - 1)):
-        advantages[t] += gamma * gae_lambda * advantages[t + 1]
-    return advantages
+        return credit(inputs, inputs.outputs, ends=inputs.ends, config=config)
 
 
 class ValueLossConfig(PluginConfig):
@@ -127,23 +95,20 @@ class ValueLoss(Loss):
             near = values.clamp(old - config.clip_eps, old + config.clip_eps)
             kept = torch.maximum(error, (near - returns).square())
 
-        terms = config.coef * kept
-        if inputs.loss_weights is not None:
-            terms = terms * inputs.loss_weights
         metrics = {
             "error": TokenMetric(error.detach(), member),
             "value": TokenMetric(values.detach(), member),
             "return": TokenMetric(returns, member),
             "clip_frac": TokenMetric((kept > error).float(), member),
         }
-        return LossOutputs(torch.where(member, terms, 0.0).sum(), metrics)
+        return LossOutputs(config.coef * weighted(inputs, on_mask(inputs, kept)).sum(), metrics)
 
 
 @hookimpl
 def register_heads() -> list[type[Head]]:
-    return [ValueHead]
+    return [ValueHead, ValueBinsHead]
 
 
 @hookimpl
 def register_losses() -> list[type[Loss]]:
-    return [ValueLoss]
+    return [ValueLoss, ValueBinsLoss]

@@ -34,6 +34,10 @@ class RAFT(Algorithm):
     config: RAFTConfig
     action_loss = "ce"
 
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self.needs_siblings = self.config.min_reward is None
+
     def objective(self, outcomes: Any) -> Any:
         """The log-likelihood of the sampled replies that are kept; on the policy, its gradient is
         that of the probability of such a reply.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prime_rl import Monitor, hookimpl
 from prime_rl_prometheus.monitor import PrometheusConfig, PrometheusMonitor
 
-__all__ = ["PrometheusConfig", "PrometheusMonitor", "register_monitors"]
+__all__ = ["PrometheusConfig", "PrometheusMonitor", "register_observers"]
 
 
 @hookimpl
-def register_monitors() -> list[type[Monitor]]:
+def register_observers() -> list[type[Monitor]]:
     return [PrometheusMonitor]

@@ -43,7 +43,7 @@ class RayConfig(PluginConfig):
     nodes, one on each node for an env whose ``env_workers`` is ``auto``; else 0."""
     forward_env: tuple[str, ...] = ()
     """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
-    HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_. Those that are called a key or a token go to
+    HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_. Variables whose name says key or token go to
     orchestrator and model maker only, unless they are named here."""
 
 

@@ -96,7 +96,9 @@ class Agent:
         argv = [*argv, "--host", str(ray.util.get_node_ip_address())]
         while failed < STARTS:
             announced.unlink(missing_ok=True)
-            result = await self.run(name, argv, env, log, cwd, needs, patience)
+            result = await self.run(
+                name, argv, env=env, log=log, cwd=cwd, needs=needs, patience=patience
+            )
             if isinstance(result, str):
                 return give_up(announced, result)
             failed = 0 if announced.exists() else failed + 1
@@ -112,8 +114,8 @@ class Agent:
 
 def interfaces(address: str) -> dict[str, str]:
     """The environment that has gloo and NCCL listen at ``address``, where Ray reaches this node.
-    Otherwise they resolve the host's name, perhaps to loopback, or take another network. What the
-    environment says already stays."""
+    Otherwise they resolve the host's name, perhaps to loopback, or take another network. Variables
+    that the environment has already are kept."""
     name = interface_of(address)
     keys = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {key: name for key in keys if key not in os.environ} if name else {}
@@ -126,8 +128,8 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
 
     return None

@@ -33,7 +33,7 @@ END_SECONDS = 20.0
 FILE_SECONDS = 60.0
 """Time for a file to reach a node through a shared disk's cache."""
 START_SECONDS = 120.0
-"""Time for an agent to start once it is placed."""
+"""Time for an agent to start once it is placed, unless ``launcher.timeout`` is longer."""
 
 
 class RayProcess(Process):
@@ -131,7 +131,7 @@ class Cluster:
     ) -> dict[str, Place]:
         """Reserve room for every task and server and start an agent there. A task that has room
         gets a new agent in it: Ray may have moved it from a lost node to another one."""
-        tasks = [*tasks, *map(Kept.of, servers)]
+        tasks = [*tasks, *map(KeptTask.of, servers)]
         for task in tasks:
             if task.name in self._rooms:
                 with suppress(RayError):
@@ -171,14 +171,14 @@ class Cluster:
     def _places(self, tasks: Sequence[Task]) -> dict[str, Place]:
         """Where the agents are. An agent that dies is started again: Ray takes seconds to notice
         that a node is lost, and to move the placement group."""
-        deadline = time.monotonic() + START_SECONDS
-        found = dict[str, Place]()
-        while left := [task for task in tasks if task.name not in found]:
+        deadline = time.monotonic() + max(START_SECONDS, self._config.timeout)
+        places = dict[str, Place]()
+        while left := [task for task in tasks if task.name not in places]:
             asked = [self._agents[task.name].place.remote(task.num_ports) for task in left]
             for task, answer in zip(left, asked, strict=True):
                 try:
                     address, ports = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
-                    found[task.name] = Place(address, tuple(ports))
+                    places[task.name] = Place(address, tuple(ports))
                 except RayError as error:
                     if not isinstance(error, RayActorError) or time.monotonic() > deadline:
                         raise RunError(
@@ -189,7 +189,7 @@ class Cluster:
                     time.sleep(POLL_SECONDS)
                     self._agents[task.name] = _agent(*self._rooms[task.name], task)
 
-        return found
+        return places
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
         """Start the task's process through its agent. If the agent died with the previous process,
@@ -210,7 +210,7 @@ class Cluster:
             FILE_SECONDS,
             None if command.inherits is None else list(command.inherits),
         )
-        self._started[task.name] = RayProcess(task.name, command.log, agent, running)
+        self._started[task.name] = RayProcess(task.name, command.log, agent=agent, running=running)
         return self._started[task.name]
 
     def keep(self, server: EnvServer, command: ProcessCommand) -> None:
@@ -224,7 +224,7 @@ class Cluster:
         )
 
     def _forwarded(self, inherits: Sequence[str] | None) -> dict[str, str]:
-        """Of our environment. ``inherits``: see ``ProcessCommand``."""
+        """Variables of our environment to pass on. ``inherits``: see ``ProcessCommand``."""
         wanted = self._config.forward_env
         return {
             name: value for name, value in inherited(inherits).items() if name.startswith(FORWARDED)
@@ -252,11 +252,11 @@ class Cluster:
         ray.shutdown()
 
 
-class Kept(Task):
+class KeptTask(Task):
     """A server of an environment: Ray replaces an agent that dies, which starts it again."""
 
     @classmethod
-    def of(cls, server: EnvServer) -> Kept:
+    def of(cls, server: EnvServer) -> KeptTask:
         return cls(server.name, "orchestrator", num_cpus=server.num_workers)
 
 
@@ -269,7 +269,7 @@ def _agent(room: PlacementGroup, index: int, task: Task) -> Any:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=room, placement_group_bundle_index=index
     )
-    times = -1 if isinstance(task, Kept) else 0  # -1: always
+    times = -1 if isinstance(task, KeptTask) else 0  # -1: always
     actor = ray.remote(Agent).options(
         num_cpus=task.num_cpus,
         num_gpus=task.num_gpus,

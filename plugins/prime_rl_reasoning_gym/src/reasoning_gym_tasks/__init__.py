@@ -34,7 +34,7 @@ from pydantic import (
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from prime_rl import ConfigError, at_least
-from reasoning_gym_tasks.generators import Place, Split, entry, rows, score, settings_error
+from reasoning_gym_tasks.generators import EntryPlace, Split, entry, rows, score, settings_error
 
 INSTRUCTIONS: dict[str, str | None] = {"tag": SYSTEM_PROMPTS["default"], "reply": None}
 """The system prompt that asks for each form of an answer."""
@@ -136,7 +136,7 @@ class ReasoningGymData(vf.TaskData):
     answer: str | None
     """The package's own answer. None: the task has many right ones, which the scorer knows."""
     place: dict[str, Any]
-    """Fields of ``Place``: where the generator makes this entry."""
+    """Fields of ``EntryPlace``: where the generator makes this entry."""
 
 
 class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfig]):
@@ -148,7 +148,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
 
     @vf.reward
     async def package_score(self, trace: vf.Trace) -> float:
-        place = Place(**self.data.place)
+        place = EntryPlace(**self.data.place)
         answer = self.answer_in(trace)
         try:
             reward = score(place, answer)
@@ -167,8 +167,8 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
     def answer_in(self, trace: vf.Trace) -> str | None:
         """The answer in the last reply, or None."""
         reply: str = trace.last_reply
-        found: str | None = reply if self.config.answer == "reply" else extract_answer(reply)
-        return found.strip() if found else None
+        answer: str | None = reply if self.config.answer == "reply" else extract_answer(reply)
+        return answer.strip() if answer else None
 
 
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
@@ -195,12 +195,14 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         config = self.config
         generators = self.config.generators
         streams = {
-            name: rows(name, each.settings, level, config.seed, config.split)
+            name: rows(name, each.settings, level=level, seed=config.seed, split=config.split)
             for name, each in generators.items()
         }
         weights = [each.weight for each in generators.values()]
         solved = {
-            name: self.solved_turns(rows(name, each.settings, level, SOLVED_SEED, "train"))
+            name: self.solved_turns(
+                rows(name, each.settings, level=level, seed=SOLVED_SEED, split="train")
+            )
             for name, each in generators.items()
         }
         draw = random.Random(f"{config.seed} {config.split} {level}")
@@ -216,7 +218,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             )
             yield ReasoningGymTask(data, config.task)
 
-    def solved_turns(self, places: Iterator[Place]) -> list[dict[str, str]]:
+    def solved_turns(self, places: Iterator[EntryPlace]) -> list[dict[str, str]]:
         """The first entries as questions of the user and right replies."""
         turns = []
         for place in itertools.islice(places, self.config.solved_examples):
@@ -232,7 +234,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         return turns
 
 
-def user(place: Place) -> dict[str, str]:
+def user(place: EntryPlace) -> dict[str, str]:
     """The question as a message."""
     return {"role": "user", "content": entry(place)["question"]}
 

@@ -1,7 +1,7 @@
 """Endless rows of reasoning-gym's generators, and their scorers. Imports no verifiers.
 
 A generator of the package makes a fixed number of entries for one seed. ``rows`` chains blocks of
-``BLOCK`` entries, each block with a seed of its own. A row is named by ``Place`` (generator,
+``BLOCK`` entries, each block with a seed of its own. A row is named by ``EntryPlace`` (generator,
 settings, seed, index), from which ``entry`` makes it again: nothing but the place has to travel to
 the process that scores, and entries whose metadata JSON would change (tuples, integer keys) are
 scored like all others.
@@ -34,7 +34,7 @@ NAMES = tuple(sorted(set(DATASETS) - {"composite"}))
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class EntryPlace:
     """The coordinates of one entry: equal coordinates make an equal entry."""
 
     task: str
@@ -56,8 +56,8 @@ def settings_error(task: str, settings: Mapping[str, Any], level: int | None) ->
     known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
     unknown = sorted(set(settings) - known)
     if unknown:
-        found = f"task {task!r} has no setting {unknown[0]!r}"
-        return f"{found}; its settings are: {', '.join(sorted(known)) or 'none'}"
+        problem = f"task {task!r} has no setting {unknown[0]!r}"
+        return f"{problem}; its settings are: {', '.join(sorted(known)) or 'none'}"
 
     if level is not None and task not in CURRICULA:
         return f"task {task!r} has no curriculum, so levels cannot be set; use settings"
@@ -72,7 +72,7 @@ def settings_error(task: str, settings: Mapping[str, Any], level: int | None) ->
 
 def rows(
     task: str, settings: Mapping[str, Any], level: int | None, seed: int, split: Split
-) -> Iterator[Place]:
+) -> Iterator[EntryPlace]:
     """Endless places of one split, the same for the same arguments.
 
     The checksum of its question decides an entry's split, so that no seed of one split gives a
@@ -84,18 +84,18 @@ def rows(
     empty = 0
     while empty < MAX_BLOCKS_WITHOUT_A_ROW:
         block_seed = seeds.getrandbits(31)
-        found = 0
+        num_rows = 0
         for index in range(BLOCK):
-            place = Place(task, text, level, block_seed, index)
+            place = EntryPlace(task, text, level=level, seed=block_seed, index=index)
             try:
                 question = entry(place)["question"]
             except IndexError:  # fewer entries than asked for, as word_ladder may have
                 break
             if split_of(question) == split:
-                found += 1
+                num_rows += 1
                 yield place
 
-        empty = 0 if found else empty + 1
+        empty = 0 if num_rows else empty + 1
 
     raise ConfigError(
         f"task {task!r} with settings {text}: {MAX_BLOCKS_WITHOUT_A_ROW * BLOCK} entries have no "
@@ -109,39 +109,39 @@ def split_of(question: str) -> Split:
 
 
 @lru_cache(maxsize=8192)
-def entry(place: Place) -> dict[str, Any]:
+def entry(place: EntryPlace) -> dict[str, Any]:
     """The entry: ``question``, ``answer`` (None where only the scorer knows) and ``metadata``.
 
     Raises ``IndexError`` beyond the last entry of the seed."""
-    made: dict[str, Any] = _dataset(place.task, place.settings, place.level, place.seed)[
+    made: dict[str, Any] = _dataset(place.task, place.settings, level=place.level, seed=place.seed)[
         place.index
     ]
     return made
 
 
-def score(place: Place, answer: str | None) -> float:
+def score(place: EntryPlace, answer: str | None) -> float:
     """The package's own score of an answer, usually 0 to 1.
 
     Raises what the scorer raises: some fail on an answer of another form than they expect.
     """
-    dataset = _dataset(place.task, place.settings, place.level, place.seed)
+    dataset = _dataset(place.task, place.settings, level=place.level, seed=place.seed)
     return float(dataset.score_answer(answer, entry(place)))
 
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, settings: str, level: int | None, seed: int) -> Any:
-    return DATASETS[task][0](_config(task, settings, level, seed))
+    return DATASETS[task][0](_config(task, settings, level=level, seed=seed))
 
 
 def _config(task: str, settings: str, level: int | None, seed: int) -> Any:
     """The generator's own config, validated. Settings replace what the level says."""
-    own = {**json.loads(settings), "seed": seed, "size": BLOCK}
+    fields = {**json.loads(settings), "seed": seed, "size": BLOCK}
     if level is None:
-        config = DATASETS[task][1](**own)
+        config = DATASETS[task][1](**fields)
     else:
         curriculum = CURRICULA[task]()
         curriculum.set_global_level(level)
-        config = dataclasses.replace(curriculum.generate_configuration({"seed": seed}), **own)
+        config = dataclasses.replace(curriculum.generate_configuration({"seed": seed}), **fields)
 
     if hasattr(config, "validate"):  # two configs have none
         config.validate()

@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Example:
+class TemplateExample:
     """A conversation that the policy is to continue."""
 
     name: str
@@ -56,15 +56,15 @@ TOOLS = [
 ]
 
 EXAMPLES = (
-    Example("one turn", [ASK]),
-    Example("a system prompt", [SYSTEM, ASK]),
-    Example("several turns", [ASK, REPLY, AGAIN]),
-    Example("several turns with thoughts", [SYSTEM, ASK, REPLY | THOUGHT, AGAIN]),
-    Example("tools", [ASK], TOOLS),
-    Example("tools and a system prompt", [SYSTEM, ASK], TOOLS),
-    Example("a tool's result", [ASK, CALL, RESULT], TOOLS),
-    Example("a tool's result after a thought", [ASK, CALL | THOUGHT, RESULT], TOOLS),
-    Example("a turn after a tool's result", [ASK, CALL, RESULT, REPLY, AGAIN], TOOLS),
+    TemplateExample("one turn", [ASK]),
+    TemplateExample("a system prompt", [SYSTEM, ASK]),
+    TemplateExample("several turns", [ASK, REPLY, AGAIN]),
+    TemplateExample("several turns with thoughts", [SYSTEM, ASK, REPLY | THOUGHT, AGAIN]),
+    TemplateExample("tools", [ASK], TOOLS),
+    TemplateExample("tools and a system prompt", [SYSTEM, ASK], TOOLS),
+    TemplateExample("a tool's result", [ASK, CALL, RESULT], TOOLS),
+    TemplateExample("a tool's result after a thought", [ASK, CALL | THOUGHT, RESULT], TOOLS),
+    TemplateExample("a turn after a tool's result", [ASK, CALL, RESULT, REPLY, AGAIN], TOOLS),
 )
 
 
@@ -80,15 +80,15 @@ def choose(
     best: str | None = None
     differences = ["The model has no chat template"]
     for template in candidates:
-        found = list(_differences(tokenizer, template, expected))
-        if best is None or len(found) < len(differences):
+        of_template = list(_differences(tokenizer, template, expected))
+        if best is None or len(of_template) < len(differences):
             best = template
-            differences = found
+            differences = of_template
 
     return best, differences[0] if differences else None
 
 
-def _try_prompt(renderer: Any, example: Example) -> list[int] | None:
+def _try_prompt(renderer: Any, example: TemplateExample) -> list[int] | None:
     if example.tools is not None and not getattr(renderer, "supports_tools", True):
         return None
     try:
@@ -98,7 +98,7 @@ def _try_prompt(renderer: Any, example: Example) -> list[int] | None:
         return None
 
 
-def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
+def rollout_prompt(renderer: Any, example: TemplateExample) -> list[int] | None:
     """Tokens of the last prompt of a rollout like ``example``. A thought in it was sampled: the
     renderer may keep it where a fresh render would not. None: this renderer samples no thoughts."""
     messages = list(example.messages)
@@ -121,7 +121,7 @@ def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
 
 
 def _differences(
-    tokenizer: Any, template: str, expected: Sequence[tuple[Example, list[int]]]
+    tokenizer: Any, template: str, expected: Sequence[tuple[TemplateExample, list[int]]]
 ) -> Iterator[str]:
     for example, wanted in expected:
         try:
@@ -137,12 +137,13 @@ def _differences(
         else:
             if list(ids) == wanted:
                 continue
-            difference = _first_difference(tokenizer, list(ids), wanted)
+            difference = first_difference(tokenizer, list(ids), wanted)
 
         yield f"First difference, {example.name!r}: {difference}"
 
 
-def _first_difference(tokenizer: Any, ids: list[int], wanted: list[int]) -> str:
+def first_difference(tokenizer: Any, ids: list[int], wanted: list[int]) -> str:
+    """Where the template's ``ids`` leave the renderer's ``wanted``, as text."""
     pairs = zip(ids, wanted, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(wanted)))
     shown = [repr(tokenizer.decode(each[place : place + 8])) for each in (ids, wanted)]

@@ -7,7 +7,7 @@ or not: two thirds of verifiers' import. ``install`` makes two sorts of packages
   asked for. One whose ``__init__`` does more is imported as always;
 - one of ``PACKAGES``: its ``__init__`` runs when a name is asked for that is not a submodule.
 
-What a name gives is the same object as without. Only the time of the import differs, and with it
+A name gives the same object as a direct import. Only the time of the import differs, and with it
 the time of an ``ImportError``.
 """
 
@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 NAMES = ("openai.types", "anthropic.types", "verifiers.v1.tasksets")
-"""Packages that name what their modules define; so may the packages in them."""
+"""Packages whose ``__init__`` names what their modules define, with the packages inside them."""
 PACKAGES = ("anthropic", "math_verify", "prime_sandboxes", "renderers")
 """Packages of which some process needs a module only, or nothing."""
 FUNCTIONS = {"math_verify": ("parse", "verify")}

@@ -27,7 +27,7 @@ class Demonstration:
     where: str
     """For error messages: the file and line, or the env's example."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """What the prompt tells of, in OpenAI's form."""
+    """The part of the row that the prompt shows, in OpenAI's form."""
 
     @property
     def num_turns(self) -> int:
@@ -45,14 +45,14 @@ def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
             "directory."
         ) from error
 
-    found = [
+    demonstrations = [
         _from_line(line, f"{where}: {path}:{number}")
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    if not found:
+    if not demonstrations:
         raise ConfigError(f"{where}: {path} is empty, expected lines of {FORMS}")
-    return found
+    return demonstrations
 
 
 def _from_line(line: bytes, where: str) -> Demonstration:
@@ -68,8 +68,12 @@ def _from_line(line: bytes, where: str) -> Demonstration:
     if "completion" in record:
         return demonstration(record, "completion", where)
     messages = conversation(record.pop("messages"), "user", f"{where}: messages")
-    prompt = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    return _checked(messages, {**record, "prompt": prompt}, where)
+    return _checked(messages, {**record, "prompt": prompt_of(messages)}, where)
+
+
+def prompt_of(messages: Sequence[Message]) -> list[Message]:
+    """What comes before the assistant's first message."""
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def demonstration(fields: Mapping[str, Any], key: str, where: str) -> Demonstration:
@@ -77,6 +81,11 @@ def demonstration(fields: Mapping[str, Any], key: str, where: str) -> Demonstrat
 
     Raises ``ConfigError`` if either is missing or not a conversation.
     """
+    whole = fields.get(key)
+    if isinstance(whole, Mapping) and "messages" in whole:
+        record = {**fields, **whole}
+        messages = conversation(whole["messages"], "user", f"{where}: {key}: messages")
+        return _checked(messages, {**record, "prompt": prompt_of(messages)}, where)
     for needed in ("prompt", key):
         if needed not in fields:
             raise ConfigError(
@@ -125,8 +134,8 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """Raises ``ConfigError`` for what a renderer cannot write as calls, or would write as a call
-    that no tool can be called with."""
+    """Check that a renderer can write the calls, and that a tool can take them. Raises
+    ``ConfigError``."""
     if calls is None:
         return
     if not isinstance(calls, list | tuple):
@@ -166,15 +175,29 @@ def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> 
             f"{where}: messages call tools, and there is no 'tools': in a rollout the prompt tells "
             "the policy of its tools before it calls one. Expected a list of them in OpenAI's form"
         )
+    if tools is not None:
+        _check_called(messages, [tool["function"]["name"] for tool in tools], where)
 
-    found = Demonstration(messages, fields, where, tools)
-    if not found.num_turns:
+    demonstration = Demonstration(messages, fields, where, tools)
+    if not demonstration.num_turns:
         roles = ", ".join(message["role"] for message in messages) or "no messages"
         raise ConfigError(
             f"{where}: expected at least one message of the assistant to learn from, got {roles}"
         )
 
-    return found
+    return demonstration
+
+
+def _check_called(messages: Sequence[Message], available: Sequence[str], where: str) -> None:
+    """Raises ``ConfigError`` for a call of a tool that the prompt does not tell of."""
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call)["name"]
+            if name not in available:
+                raise ConfigError(
+                    f"{where}: messages[{index}]: tool_calls: expected a tool of 'tools' "
+                    f"({', '.join(available)}), got {_shown(name)}"
+                )
 
 
 def _tools(value: Any, where: str) -> list[Mapping[str, Any]] | None:

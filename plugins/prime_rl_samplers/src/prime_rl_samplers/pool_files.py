@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from prime_rl import ConfigError, SampledEnv
 from prime_rl_samplers.rotation import POOLS, Pool
@@ -53,7 +55,7 @@ def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
     missing = [key for key in keys if key not in known]
     if missing:
         raise ConfigError(
-            f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: got no field "
+            f"orchestrator.sampler.hash_keys: env {env.name!r}, example {example}: got no field "
             f"{missing[0]!r}, expected one of {', '.join(sorted(known))}. List fields that "
             "distinguish its examples."
         )
@@ -63,12 +65,12 @@ def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
         text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: expected fields "
+            f"orchestrator.sampler.hash_keys: env {env.name!r}, example {example}: expected fields "
             f"that JSON can encode, got {error}. List other fields."
         ) from error
 
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return Row(digest, env.name, example, json.loads(text))
+    return Row(digest, env.name, example_id=example, fields=json.loads(text))
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -88,20 +90,28 @@ def read_pools(directory: Path) -> dict[Pool, list[Row]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file. Raises ``ConfigError`` with the file and the line."""
+    return [record for _, record in _numbered(path)]
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """With the number of each one's line."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(
             f"difficulty_pools: cannot read {path}: {error.strerror}. Expected a folder that this "
             "sampler saved: checkpoints/step_N/orchestrator of a run."
         ) from error
-    return [_record(path, number, line) for number, line in enumerate(lines, 1)]
+
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, _record(path, number, line)
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{number}: expected JSON, got {line[:60]!r} ({error})") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}:{number}: expected a JSON object, got {line[:60]!r}")
@@ -110,13 +120,13 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _read_rows(path: Path) -> list[Row]:
     rows = []
-    for number, record in enumerate(read_lines(path), 1):
+    for number, record in _numbered(path):
         try:
-            rows.append(Row(**record))
-        except TypeError as error:
+            rows.append(msgspec.convert(record, Row))
+        except msgspec.ValidationError as error:
             raise ConfigError(
                 f"{path}:{number}: expected an example of a pool (hash, env_name, example_id, "
-                f"fields), got keys {', '.join(sorted(record))}"
+                f"fields), got keys {', '.join(sorted(record))}: {error}"
             ) from error
 
     return rows
@@ -128,7 +138,7 @@ def find(
     """The current places of the saved examples, each at most once, and how many are missing."""
     free = _places(envs, keys) if any(pools.values()) else {}
     indices = {env.name: index for index, env in enumerate(envs)}
-    found: list[tuple[Place, Pool]] = []
+    placed: list[tuple[Place, Pool]] = []
     moved: list[tuple[Row, Pool]] = []
     for pool, rows in pools.items():
         for row in rows:
@@ -136,7 +146,7 @@ def find(
             places = free.get(row.hash, {})
             if place in places:
                 del places[place]
-                found.append((place, pool))
+                placed.append((place, pool))
             else:
                 moved.append((row, pool))
 
@@ -146,11 +156,11 @@ def find(
         if left:
             place = next(iter(left))
             del left[place]
-            found.append((place, pool))
+            placed.append((place, pool))
         else:
             missing += 1
 
-    return found, missing
+    return placed, missing
 
 
 def _places(envs: Sequence[SampledEnv], keys: Sequence[str]) -> dict[str, dict[Place, None]]:

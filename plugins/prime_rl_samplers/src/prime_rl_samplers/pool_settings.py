@@ -16,7 +16,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class DifficultyPoolsConfig(PluginConfig):
-    """Settings of ``difficulty_pools``: the table ``[orchestrator.buffer]``."""
+    """Settings of ``difficulty_pools``: the table ``[orchestrator.sampler]``."""
 
     seed: int | None = None
     """Seed for the choice of envs and of the examples to sample again. None: the run's seed."""
@@ -68,7 +68,7 @@ def check_envs(config: DifficultyPoolsConfig, envs: Sequence[SampledEnv]) -> Non
     endless = [env.name for env in envs if env.num_examples is None]
     if len(endless) == len(envs):
         raise ConfigError(
-            "orchestrator.buffer: difficulty pools retire examples, but every env has unlimited "
+            "orchestrator.sampler: difficulty pools retire examples, but every env has unlimited "
             f"examples ({', '.join(map(repr, endless))}) and shows each one once. Remove "
             "easy_threshold, hard_threshold and load_from; online_difficulty_filtering works "
             "without them."
@@ -76,7 +76,7 @@ def check_envs(config: DifficultyPoolsConfig, envs: Sequence[SampledEnv]) -> Non
 
     if endless and all(env.ratio is None for env in envs):
         raise ConfigError(
-            f"orchestrator.buffer: env {endless[0]!r} has unlimited examples, but without ratios "
+            f"orchestrator.sampler: env {endless[0]!r} has unlimited examples, but without ratios "
             "an env's share is its number of remaining examples. Set a ratio on each "
             "[[orchestrator.train.env]]."
         )

@@ -50,7 +50,8 @@ from prime_rl_samplers.pool_files import (
     write_rows,
 )
 from prime_rl_samplers.pool_settings import DifficultyPoolsConfig, check_envs
-from prime_rl_samplers.rotation import POOLS, Pool, Rotation, Tally, shares_of
+from prime_rl_samplers.rotation import POOLS, EnvTally, Pool, Rotation, shares_of
+from prime_rl_samplers.turns import EnvTurns
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class DifficultyPools(Sampler):
     ) -> None:
         super().__init__(config, envs, seed if config.seed is None else config.seed)
         self._random = random.Random(self.seed)
+        self._turns = EnvTurns([env.name for env in envs])
         self._rotations = [Rotation(env.num_examples) for env in envs]
         self._by_name = dict(zip((env.name for env in envs), self._rotations, strict=True))
         self._by_count = config.uses_pools and all(env.ratio is None for env in envs)
@@ -84,7 +86,7 @@ class DifficultyPools(Sampler):
         weights = [self._weight(index) for index in indices]
         if not any(weights):
             raise self._exhausted()
-        (env,) = self._random.choices(indices, weights)
+        env = self._turns.next(weights, self._random)
         return env, self._rotations[env].next()
 
     def _weight(self, index: int) -> float:
@@ -94,19 +96,20 @@ class DifficultyPools(Sampler):
             return 0.0
         if self._by_count:
             return float(num_normal or 0)
-        return 1.0 if env.ratio is None else env.ratio
+        return env.weight / env.rollouts_per_group()
 
     def _exhausted(self) -> RunError:
         return RunError(
             "No environments left with examples: "
             + "; ".join(self._describe(env.name, r) for env, r in self._pairs())
-            + ". Move the thresholds of [orchestrator.buffer] apart, return examples with "
+            + ". Move the thresholds of [orchestrator.sampler] apart, return examples with "
             "easy_fraction or hard_fraction and load_from, or add examples."
         )
 
     def _describe(self, env: str, rotation: Rotation) -> str:
         if rotation.size is None or rotation.num_normal:
-            return f"env {env!r} has no rollouts yet (its source is not ready)"
+            why = "its source is not ready, its gate is closed or its weight is 0 now"
+            return f"env {env!r} has no rollouts yet ({why})"
         easy, hard = (len(rotation.in_pool(pool)) for pool in POOLS)
         return f"env {env!r} has {easy} easy, {rotation.num_normal} normal, {hard} hard"
 
@@ -153,7 +156,7 @@ class DifficultyPools(Sampler):
             metrics |= shares_of(f"pool/{name}", [rotation])
         for env, rotation in self._pairs():
             metrics |= rotation.tally.as_metrics(env.name)
-            rotation.tally = Tally()
+            rotation.tally = EnvTally()
         return metrics
 
     # -- checkpoint -----------------------------------------------------------------------------
@@ -163,9 +166,13 @@ class DifficultyPools(Sampler):
         for pool in POOLS:
             write_rows(pool_file(directory, pool), self._rows(pool))
         version, internal, gauss = self._random.getstate()
-        own = {"hash_keys": self.config.hash_keys, "random_state": [version, internal, gauss]}
+        shared = {
+            "hash_keys": self.config.hash_keys,
+            "credits": self._turns.state,
+            "random_state": [version, internal, gauss],
+        }
         states = [{"env_name": env.name, **r.state()} for env, r in self._pairs()]
-        write_lines(directory / STATE_FILE, [own, *states])
+        write_lines(directory / STATE_FILE, [shared, *states])
 
     def _rows(self, pool: Pool) -> list[Row]:
         keys = self.config.hash_keys
@@ -183,11 +190,12 @@ class DifficultyPools(Sampler):
         try:
             version, internal, gauss = own["random_state"]
             self._random.setstate((version, tuple(internal), gauss))
+            self._turns.restore(own.get("credits", {}))  # files of 0.1 have none
             for state in states:
                 rotation = self._by_name.get(state["env_name"])
                 if rotation:
                     rotation.restore(state)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise _foreign(path, error) from error
 
     def _load_pools(self, directory: Path) -> None:
@@ -222,8 +230,8 @@ class DifficultyPools(Sampler):
         if tuple(saved) != self.config.hash_keys:
             raise ConfigError(
                 f"{path}: its examples are identified by hash_keys = {saved}, but "
-                f"orchestrator.buffer.hash_keys is {list(self.config.hash_keys)}, which would find "
-                "none of them. Set the same keys."
+                f"orchestrator.sampler.hash_keys is {list(self.config.hash_keys)}, which would "
+                "find none of them. Set the same keys."
             )
 
     def _pairs(self) -> list[tuple[SampledEnv, Rotation]]:

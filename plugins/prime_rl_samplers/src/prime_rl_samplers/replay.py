@@ -68,7 +68,7 @@ class ReplayConfig(PluginConfig):
         return self
 
 
-class State(msgspec.Struct):
+class ReplayState(msgspec.Struct):
     """The contents of the state file."""
 
     env: str
@@ -212,7 +212,7 @@ class Replay(Source):
 
     def save(self, directory: Path) -> None:
         """Write the groups and the random state."""
-        state = State(
+        state = ReplayState(
             env=self.config.env,
             kept=self._kept,
             version=self._version,
@@ -227,7 +227,7 @@ class Replay(Source):
         ``ConfigError`` if it is not of this env's replay."""
         path = directory / STATE_FILE
         try:
-            state = msgspec.msgpack.decode(path.read_bytes(), type=State)
+            state = msgspec.msgpack.decode(path.read_bytes(), type=ReplayState)
             self._random.setstate(state.random_state)
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(

@@ -16,7 +16,7 @@ POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 
 @dataclass
-class Tally:
+class EnvTally:
     """Counts of one env since the metrics were last read."""
 
     groups: int = 0
@@ -45,7 +45,7 @@ class Rotation:
     cursor: int = 0
     """The next example in order, unless it is retired."""
     retired: dict[int, Pool] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    tally: EnvTally = field(default_factory=EnvTally)
 
     @property
     def num_normal(self) -> int | None:
@@ -84,7 +84,9 @@ class Rotation:
         self.cursor = cursor if self.size is None or cursor < self.size else 0
         evicted = Counter(state["evicted"])
         filtered = Counter(state["filtered"])
-        self.tally = Tally(int(state["groups"]), int(state["rollouts"]), evicted, filtered)
+        self.tally = EnvTally(
+            int(state["groups"]), int(state["rollouts"]), evicted=evicted, filtered=filtered
+        )
 
     def _advance(self) -> None:
         self.cursor = self.cursor + 1 if self.size is None else (self.cursor + 1) % self.size

@@ -22,8 +22,8 @@ CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logpr
 
 NOT_KEPT = {"samples", "trace", "assigned", "credited", "frozen", "place", "given"}
 
-ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.name not in NOT_KEPT)
-SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)
+ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.init and f.name not in NOT_KEPT)
+SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.init and f.name not in CREDIT)
 
 
 @dataclass
@@ -57,7 +57,9 @@ def _rollout_record(rollout: Rollout) -> dict[str, Any]:
 def _sample_record(sample: Sample) -> dict[str, Any]:
     values = {name: getattr(sample, name) for name in SAMPLE_FIELDS}
     return {
-        name: [value.dtype.str, value.tobytes()] if isinstance(value, np.ndarray) else value
+        name: [value.dtype.str, value.tobytes(), *value.shape[1:]]
+        if isinstance(value, np.ndarray)
+        else value
         for name, value in values.items()
     }
 
@@ -69,7 +71,9 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
 
 def _sample(record: Mapping[str, Any]) -> Sample:
     values: dict[str, Any] = {
-        name: np.frombuffer(value[1], value[0]).copy() if isinstance(value, list) else value
+        name: np.frombuffer(value[1], value[0]).reshape(-1, *value[2:]).copy()
+        if isinstance(value, list)
+        else value
         for name, value in record.items()
     }
     return Sample(**values)

@@ -42,8 +42,8 @@ def check(path: Path) -> None:
     """Raises ``ConfigError`` unless the file has the expected size and SHA-256."""
     size = path.stat().st_size if path.is_file() else None
     if size != SIZE:
-        found = "missing" if size is None else f"{size} bytes long"
-        raise ConfigError(f"{path} is {found}; expected {SIZE} bytes. Reinstall: {INSTALL}")
+        state = "missing" if size is None else f"{size} bytes long"
+        raise ConfigError(f"{path} is {state}; expected {SIZE} bytes. Reinstall: {INSTALL}")
 
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,5 +41,5 @@ class TensorBoardMonitor(Monitor):
 
 
 @hookimpl
-def register_monitors() -> list[type[Monitor]]:
+def register_observers() -> list[type[Monitor]]:
     return [TensorBoardMonitor]

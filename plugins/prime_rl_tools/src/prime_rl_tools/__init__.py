@@ -19,6 +19,7 @@ def register_commands(cli: typer.Typer) -> None:
     from prime_rl_tools.commands import (
         chat,
         doctor,
+        export,
         inspect,
         race,
         replay,
@@ -40,6 +41,7 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("watch", rich_help_panel=look)(watch.watch)
     cli.command("doctor", rich_help_panel=look)(doctor.doctor)
     cli.command("report", rich_help_panel=look)(report.report)
+    cli.command("export", rich_help_panel=look)(export.export)
     cli.command("replay", rich_help_panel=look)(replay.replay)
     cli.command("inspect", rich_help_panel=look)(inspect.inspect)
     cli.command("serve", cls=Later, context_settings=CONTEXT, rich_help_panel=serving)(serve)

@@ -16,9 +16,12 @@ from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
+from prime_rl.env.loading import env_hooks
 from prime_rl.errors import ConfigError
+from prime_rl.orchestrator.agents import parts_of
 from prime_rl.orchestrator.build import build_filters, build_renderer
 from prime_rl.orchestrator.context import rendering_of
+from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.registry.checks import SPECS
 from prime_rl.registry.manager import Hooks, scope, wrappers
@@ -33,11 +36,12 @@ from prime_rl.registry.offers import (
     make,
 )
 from prime_rl_app.config import installed_defaults, merge
+from prime_rl_app.output import counted
 from prime_rl_app.placement import lay_out
 from prime_rl_app.resolve import Resolved
 
 MOST_CHARACTERS = 400
-"""Of the prompt that is shown."""
+"""Most characters of the prompt that is shown."""
 
 
 def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
@@ -47,22 +51,26 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
     environments = {} if quick else dict(_environments(config))
     resolved = Resolved(config)
     build_parts(resolved, environments)
-    orders = call_orders(scopes(config, hooks))
+    orders = call_orders(scopes(resolved, hooks))
     yield from _processes(resolved)
     orchestrator = config.orchestrator
-    most = orchestrator.batch_size * config.seq_len
-    yield (
-        f"batch      {orchestrator.batch_size} rollouts, at most {most:,} tokens per step, in rows "
-        f"of {config.row_tokens:,}"
-    )
-    for env in orchestrator.train.env:
-        algo = env.algo or orchestrator.algo
-        found = environments.get(env.label)
-        count = "" if found is None else f", {found.num_examples or 'endless'} examples"
-        yield f"env        {env.label}: {algo.type}{count}"
-        if found is not None:
-            own = f"; a model of their own: {_names(found.fixed_seats)}" * bool(found.fixed_seats)
-            yield f"agents     {env.label}: the policy plays {_names(found.agents)}{own}"
+    if orchestrator.batch_size is None:
+        size = f"rollouts of {orchestrator.token_batch_size:,} tokens per step"
+    else:
+        most = orchestrator.batch_size * config.seq_len
+        size = f"{orchestrator.batch_size} rollouts, at most {most:,} tokens per step"
+    yield f"batch      {size}, in rows of {config.row_tokens:,}"
+    for env, algorithm in resolved.algorithms():
+        environment = environments.get(env.label)
+        count = "" if environment is None else f", {environment.num_examples or 'endless'} examples"
+        yield f"env        {env.label}: {_algorithms(algorithm)}{count}"
+        if environment is not None:
+            others = ""
+            if env.untrained:
+                others = f"; without training: {_names(sorted(env.untrained))}"
+            if environment.fixed_seats:
+                others += f"; a model of their own: {_names(environment.fixed_seats)}"
+            yield f"agents     {env.label}: the policy plays {_names(environment.agents)}{others}"
 
     yield f"renderer   {orchestrator.renderer.name}"
     yield from (f"wrapper    {line}" for line in wrappers(hooks))
@@ -70,6 +78,16 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
     yield from (f"set        {key} = {value!r}" for key, value in changed_keys(config))
     if environments:
         yield from _prompt(resolved, next(iter(environments.values())))
+
+
+def _algorithms(algorithm: Algorithm) -> str:
+    """An env's algorithm, or each agent's own."""
+    parts = parts_of(algorithm)
+    named = [f"{part.agent} by {part.algorithm.name}" for part in parts if part.agent]
+    rest = [part.algorithm.name for part in parts if part.agent is None]
+    if named:
+        rest = [f"the other agents by {name}" for name in rest]
+    return _names([*named, *rest])
 
 
 def build_parts(resolved: Resolved, environments: Mapping[str, Environment]) -> None:
@@ -82,22 +100,29 @@ def build_parts(resolved: Resolved, environments: Mapping[str, Environment]) -> 
     orchestrator = config.orchestrator
     known = []
     for env in orchestrator.train.env:
-        found = environments.get(env.label)
-        if found is not None:
-            own = (env.label, found.num_examples, env.ratio)
-            known.append(SampledEnv(*own, task=partial(_task, found)))
+        environment = environments.get(env.label)
+        if environment is not None:
+            facts = (env.label, environment.num_examples, env.first_ratio)
+            known.append(SampledEnv(*facts, task=partial(_task, environment)))
 
-    table = orchestrator.sampler_table
-    chosen = SAMPLER, table.type, table.settings, hooks, SAMPLER.key
+    table = orchestrator.sampler
+    cls, settings = choose(
+        SAMPLER, table.type, table=table.settings, hooks=hooks, where=SAMPLER.key
+    )
     if environments:  # a sampler may look at their examples
-        make(*chosen, known, config.seed)
-    else:
-        choose(*chosen)
+        construct(cls, settings, known, config.seed)
 
     with TemporaryDirectory() as folder:
-        for name, settings in config.monitors.items():
-            where = f"monitors.{name}"
-            with closing(make(MONITOR, name, settings, hooks, where, Path(folder))):
+        for name, of_monitor in config.monitors.items():
+            monitor = make(
+                MONITOR,
+                name,
+                table=of_monitor,
+                hooks=hooks,
+                where=f"monitors.{name}",
+                arguments=(Path(folder),),
+            )
+            with closing(monitor):
                 pass
 
 
@@ -105,15 +130,13 @@ def _task(environment: Environment, index: int) -> Mapping[str, Any]:
     return environment.examples[index].fields
 
 
-def scopes(config: RunConfig, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[str]]]:
+def scopes(resolved: Resolved, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[str]]]:
     """The plugins of each scope, in the order of a run, and the hooks that are called in it. Calls
     the constructors of algorithms and filters, and raises their errors."""
-    orchestrator = config.orchestrator
-    for env in orchestrator.train.env:
-        algo = env.algo or orchestrator.algo
-        where = f"env {env.label!r}: algo"
-        algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, where)
-        yield scope(f"env {env.label}", hooks, [algorithm]), ALGORITHM.hooks
+    orchestrator = resolved.config.orchestrator
+    for env, algorithm in resolved.algorithms():
+        plugins = [*env_hooks(env.id, env.args), algorithm]
+        yield scope(f"env {env.label}", hooks, plugins), ALGORITHM.hooks
 
     for slot in ("pre_batch_filters", "post_batch_filters"):
         filters = build_filters(hooks, getattr(orchestrator, slot), slot)
@@ -123,7 +146,7 @@ def scopes(config: RunConfig, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[
 
 
 def call_orders(scopes: Iterable[tuple[Hooks, Collection[str]]]) -> list[str]:
-    """In which order the plugins of a hook are called, where several implement or wrap it; and
+    """The order in which the plugins of a hook are called, if several implement or wrap it, and
     those that ask for a place that only one of them can have."""
     lines: dict[str, list[str]] = {}
     for hooks, called in scopes:
@@ -150,8 +173,8 @@ def call_orders(scopes: Iterable[tuple[Hooks, Collection[str]]]) -> list[str]:
 
 def _plugin(hooks: Hooks, impl: HookImpl) -> str:
     """As an error names it; an algorithm or filter by its own name."""
-    own = impl.plugin_name.rpartition(":")[2]
-    return str(hooks.sources.get(impl.plugin_name, repr(own)))
+    name = impl.plugin_name.rpartition(":")[2]
+    return str(hooks.sources.get(impl.plugin_name, repr(name)))
 
 
 def _names(names: Iterable[str]) -> str:
@@ -165,19 +188,21 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
     problems = list[str]()
     for env in (*orchestrator.train.env, *orchestrator.eval.env):
         try:
-            found = Environment(EnvSettings.of(env, default_harness=orchestrator.train.harness))
+            environment = Environment(
+                EnvSettings.of(env, default_harness=orchestrator.train.harness)
+            )
         except ConfigError as error:
             problems.append(str(error))
             continue
 
         if isinstance(env, EnvConfig):  # one to train on
-            if not found.agents:
+            if not environment.agents:
                 raise ConfigError(
-                    f"env {env.label!r}: every agent ({_names(sorted(found.fixed_seats))}) has a "
-                    "model of its own, so the policy plays none and nothing can train. Leave out "
-                    "args of one."
+                    f"env {env.label!r}: every agent ({_names(sorted(environment.fixed_seats))}) "
+                    "has a model of its own, so the policy plays none and nothing can train. Leave "
+                    "out args of one."
                 )
-            yield env.label, found
+            yield env.label, environment
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -192,6 +217,11 @@ def _processes(resolved: Resolved) -> Iterator[str]:
     for task in layout.tasks:
         gpus = f"GPU {', '.join(map(str, task.gpus))}" if task.gpus else "no GPU of its own"
         yield f"process    {task.name}: {gpus}"
+    if config.trainer.device == "cuda" and resolved.launcher.num_gpus() == 0:
+        yield (
+            "note       trainer.device is 'cuda', and this machine shows no GPU: the run needs a "
+            "machine with one"
+        )
 
 
 def is_remote(config: RunConfig, hooks: Hooks) -> bool:
@@ -239,8 +269,17 @@ def _prompt(resolved: Resolved, environment: Environment) -> Iterator[str]:
         yield "           fetched when the run starts)"
         return
 
-    rendering = rendering_of(Path(layout.model_path), build_renderer(config, hooks))
+    folder = Path(layout.model_path)
+    rendering = rendering_of(folder, build_renderer(config, hooks, folder))
     tokens = rendering.ids(messages, add_generation_prompt=True)
     text = rendering.decode(tokens, skip_special_tokens=False)
+    yield from prompt_lines(len(tokens), text, config.seq_len)
+
+
+def prompt_lines(num_tokens: int, text: str, seq_len: int) -> Iterator[str]:
+    """A rendered prompt, and a warning if it leaves no room for a reply."""
     cut = "" if len(text) <= MOST_CHARACTERS else " ..."
-    yield f"prompt     {len(tokens)} tokens: {text[:MOST_CHARACTERS]!r}{cut}"
+    yield f"prompt     {counted(num_tokens, 'token')}: {text[:MOST_CHARACTERS]!r}{cut}"
+    if num_tokens >= seq_len:
+        yield f"warning    within seq_len = {seq_len} this prompt leaves no token for a reply."
+        yield "           Its rollouts fail. Raise seq_len."

@@ -32,10 +32,11 @@ class EventLoopLag(Observer):
 
     def take_metrics(self) -> Mapping[str, float]:
         """``event_loop_lag/...`` in seconds since the last call; empty without samples."""
-        lags, self._lags = self._lags, []
+        lags = self._lags
+        self._lags = []
         if not lags:
             return {}
         names = ("min", "median", "p90", "p99", "max")
-        found = dict(zip(names, np.percentile(lags, (0, 50, 90, 99, 100)), strict=True))
-        found |= {"mean": np.mean(lags), "n": len(lags)}
-        return {f"event_loop_lag/{name}": float(value) for name, value in found.items()}
+        figures = dict(zip(names, np.percentile(lags, (0, 50, 90, 99, 100)), strict=True))
+        figures |= {"mean": np.mean(lags), "n": len(lags)}
+        return {f"event_loop_lag/{name}": float(value) for name, value in figures.items()}

@@ -62,6 +62,6 @@ class FileMonitor(Monitor):
 
 
 @hookimpl
-def register_monitors() -> list[type[Monitor]]:
+def register_observers() -> list[type[Monitor]]:
     """Offer ``file``."""
     return [FileMonitor]

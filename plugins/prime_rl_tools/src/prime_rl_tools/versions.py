@@ -49,9 +49,9 @@ def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) ->
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
 
-    found = {
+    versions = {
         "python": platform.python_version(),
         "packages": packages,
         "plugins": [{**asdict(source), "group": group} for source, group in plugins],
     }
-    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")
+    (run_dir / "plugins.json").write_text(json.dumps(versions, indent=2) + "\n", "utf-8")

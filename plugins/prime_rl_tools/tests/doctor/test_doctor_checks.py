@@ -2,6 +2,8 @@
 
 ``first_runs.json.gz`` holds what the checks read of five runs of ``configs/reverse_text/grpo.toml``
 (seeds 0 to 4), written by ``python -m bench.doctor --record``; rollouts are of seed 0.
+The other files hold the same of runs that really went wrong (``--record-sick``), and of some that
+did not, each of 24 to 120 steps, with the rollouts of the first and of the last window.
 """
 
 import gzip
@@ -20,19 +22,29 @@ from waiting import LIMIT
 
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl_app.cli.app import app
-from prime_rl_app.rollouts import write_rollouts
+from prime_rl_app.saved_rollouts import write_rollouts
 from prime_rl_tools.doctor import History, diagnose, pace_line
 from prime_rl_tools.doctor.history import OF_ALL
 from prime_rl_tools.view import findings
 from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.live import TerminalView
 
-RECORD = json.loads(gzip.decompress(Path(__file__).with_name("first_runs.json.gz").read_bytes()))
+
+def recorded(name):
+    return json.loads(gzip.decompress(Path(__file__).with_name(name).read_bytes()))
+
+
+RECORD = recorded("first_runs.json.gz")
+SICK = {
+    name: run
+    for file in ("sick_runs.json.gz", "more_sick_runs.json.gz", "hacked_runs.json.gz")
+    for name, run in recorded(file).items()
+}
 ENV = "reverse-text"
 STEPS, WINDOW = 64, 16
 
 
-def rollout(row):
+def rollout(row, env=ENV):
     example, group, reward, dropped_by, version, teaches, reply = row
     mask = np.array([False] + [True] * len(reply))
     sample = Sample(
@@ -42,7 +54,7 @@ def rollout(row):
         advantages=np.where(mask, 0.1 if teaches else 0.0, 0.0),
     )
     made = Rollout(
-        env=ENV, example_id=example, group_id=group, reward=reward, samples=[sample],
+        env=env, example_id=example, group_id=group, reward=reward, samples=[sample],
         rewards={"positions": reward}, policy_version=version,
     )  # fmt: skip
     return made, dropped_by
@@ -53,6 +65,7 @@ class Recorded:
 
     def __init__(self, run_dir, seed=0, steps=120):
         self.run_dir, self.last = run_dir, steps
+        self.train = {"env": [{"id": "text-reversal", "name": ENV}]}
         columns = RECORD["metrics"][seed]
         self.rows = {
             step: {name: values[step - 1] for name, values in columns.items()}
@@ -77,7 +90,9 @@ class Recorded:
 
     def save(self):
         (self.run_dir / "configs").mkdir(parents=True)
-        (self.run_dir / "configs/run.json").write_text(json.dumps({"max_steps": self.last}))
+        (self.run_dir / "configs/run.json").write_text(
+            json.dumps({"max_steps": self.last, "orchestrator": {"train": self.train}})
+        )
         lines = [json.dumps({"step": step, **row}) + "\n" for step, row in self.rows.items()]
         (self.run_dir / "metrics.jsonl").write_text("".join(lines))
         for step, pairs in self.rollouts.items():
@@ -260,6 +275,73 @@ def batch_is_held(run):
         row["pace/starved"] = 1.0
 
 
+def trainer_computes_otherwise(run):
+    run.scale("mismatch_kl/all/mean", lambda value: 0.6 + value, start=1)
+
+
+def gradients_explode(run):
+    run.scale("optim/grad_norm", 1e4, start=1)
+
+
+def data_is_old(run):
+    run.scale("off_policy/mean", lambda value: 30.0 + value, start=1)
+
+
+def rollouts_fail(run):
+    for row in run.rows.values():
+        row[f"train/{ENV}/all/has_error/mean"] = 0.6
+
+
+def numbers_become_null(run):
+    for step in range(STEPS - 2, run.last + 1):
+        run.rows[step]["loss/mean"] = None
+
+
+def policy_becomes_random(run):
+    for step in range(1, run.last + 1):
+        run.rows[step]["entropy/all/mean"] = 0.4 + 0.03 * step
+    for name in ("train/agg/all/reward/mean", f"train/{ENV}/all/reward/mean"):
+        for step in range(1, run.last + 1):
+            run.rows[step][name] = run.rows[1 + step % 4][name]
+
+
+def examples_are_memorized(run):
+    rewards = {0: 0.4, 12: 0.6, 24: 0.62, 36: 0.55, 48: 0.5, 60: 0.48}
+    for step, reward in rewards.items():
+        run.rows.setdefault(step, {})["eval/held/all/reward/mean"] = reward
+
+
+def reward_is_noise(run):
+    for name in ("train/agg/all/reward/mean", f"train/{ENV}/all/reward/mean"):
+        for step in range(1, run.last + 1):
+            run.rows[step][name] = run.rows[1 + step % 4][name]
+
+
+def length_is_paid(run):
+    def grow(each, reason, step):
+        old = each.samples[0]
+        times = 2 + each.example_id % 2 + int(each.reward * 8)
+        tokens = np.concatenate([old.token_ids[:1], np.tile(old.token_ids[1:], times)])
+        mask = np.arange(len(tokens)) > 0
+        long = Sample(
+            token_ids=tokens,
+            loss_mask=mask,
+            inference_logprobs=-0.5 * mask,
+            advantages=0.1 * mask,
+        )
+        return replace(each, samples=[long], reward=float(mask.sum()), rewards={}), reason
+
+    run.change(grow)
+    for name in ("mean", "max"):
+        run.scale(f"train/{ENV}/all/num_output_tokens/{name}", 2.5)
+
+
+def sampling_is_hot(run):
+    run.train["sampling"] = {"temperature": 1.8}
+    for step in (0, 30, 60):
+        run.rows.setdefault(step, {})[f"eval/{ENV}/all/reward/mean"] = 2.5
+
+
 PLANTED = {
     "entropy_collapse": entropy_spent,
     "mismatch_growth": mismatch_grows,
@@ -276,6 +358,16 @@ PLANTED = {
     "trainer_starved": trainer_waits,
     "engines_starved": engines_wait,
     "held_by_tail": batch_is_held,
+    "mismatch_high": trainer_computes_otherwise,
+    "gradient_norm": gradients_explode,
+    "stale_data": data_is_old,
+    "failures": rollouts_fail,
+    "not_finite": numbers_become_null,
+    "entropy_rise": policy_becomes_random,
+    "held_out_falls": examples_are_memorized,
+    "length_pays": length_is_paid,
+    "temperature": sampling_is_hot,
+    "flat_reward": reward_is_noise,
 }
 
 
@@ -287,6 +379,92 @@ def test_a_planted_pathology_is_found_and_nothing_else(name, tmp_path):
     assert [verdict.name for verdict in found] == [name], found
     (verdict,) = found
     assert all((verdict.finding, verdict.evidence, verdict.threshold, verdict.advice))
+    commands = {command.name for command in app.registered_commands}
+    assert {*re.findall(r"prime-rl ([a-z-]+)", verdict.advice)} <= commands
+
+
+SICK_FINDINGS = {
+    "rate-1e-2": {"rate_too_high", "length_drift", "held_out_falls"},
+    "reward-has-a-hole": {"held_out_falls"},
+    "reward-is-noise": {"length_drift", "truncation", "held_out_falls"},
+    "reward-is-length": {"truncation", "held_out_falls", "length_pays"},
+    "reward-raises": {"failures"},
+    "length-adds": {"truncation", "held_out_falls", "length_pays"},
+    "reward-is-a-coin": {"length_drift", "entropy_rise", "held_out_falls"},
+    "six-examples": {"held_out_falls"},
+    "entropy-bonus-0.5": {"length_drift", "truncation", "entropy_rise", "held_out_falls"},
+    "temperature-2": {"temperature"},
+    "temperature-0.02": {"silent_env", "mismatch_high", "temperature"},
+    "time-outs": {"failures"},
+    "reward-is-one-letter": {"truncation"},
+    "reward-is-one-reply": {"dead_groups", "duplicates"},
+    "healthy-echo": set(),
+    "healthy-grpo": set(),
+    "healthy-max-rl": set(),
+    "healthy-rloo": set(),
+    "healthy-thinking": set(),
+}
+"""Runs that went wrong, and what is said of each. With a learning rate of 1e-2; with a reward that
+also pays for any reply of two distinct letters, that is random, that is the length, or that raises
+for six of ten rollouts. With 0.1 more for each character, at a rate of 1.5e-3; with a reward of 0
+or 1 by chance in groups of four; with six examples; with an entropy bonus of 0.5; at two wrong
+temperatures; with an env whose judge often takes longer than its ``timeout``; with a reward that
+is the share of one letter, and one that a single reply earns. The others are healthy: echo with a
+tool, grpo, max_rl, rloo, and a template with thoughts."""
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_run_that_went_wrong_is_found_out(name, tmp_path):
+    run = Recorded(tmp_path / "run", steps=0)
+    of_run = SICK[name]
+    run.last = of_run["steps"][-1]
+    run.rows = {
+        step: {
+            metric: values[number]
+            for metric, values in of_run["metrics"].items()
+            if values[number] is not None  # the run did not write it
+        }
+        for number, step in enumerate(of_run["steps"])
+    }
+    (env,) = of_run["envs"]
+    run.train = of_run.get("train", run.train)
+    run.rollouts = {
+        int(step): [rollout(row, env) for row in rows] for step, rows in of_run["rollouts"].items()
+    }
+    found = diagnose(run.save())
+    assert {verdict.name for verdict in found} == SICK_FINDINGS[name], found
+
+
+@pytest.mark.parametrize("label", ["judge", "team/judge"])
+def test_an_env_whose_every_rollout_is_lost_is_found_beside_another(label, tmp_path):
+    run = Recorded(tmp_path / "failed", steps=STEPS)
+    for row in run.rows.values():
+        row[f"train/{label}/all/has_error/mean"] = 1.0
+        row[f"train/{label}/all/error/TimeoutError"] = 8.0
+    (verdict,) = diagnose(run.save())
+    assert (verdict.name, verdict.env) == ("failures", label)
+    assert "TimeoutError" in verdict.evidence
+
+    run = Recorded(tmp_path / "cancelled", steps=STEPS)
+    for step, row in run.rows.items():
+        row[f"train/{label}/all/has_error/mean"] = 0.0
+        row[f"dispatcher/cancelled/{label}"] = 64.0 * step
+        row |= {"pace/training": 1.0, "pace/held": 3.0, "pace/starved": 0.0}
+        row[f"pace/held/{label}"] = 3.0
+    folder = run.save()
+    found = {verdict.name: verdict for verdict in diagnose(folder)}
+    assert {name: verdict.env for name, verdict in found.items()} == {
+        "staleness_bias": label,
+        "held_by_tail": label,
+    }
+    assert "partial_groups" not in found["staleness_bias"].advice
+
+    path = folder / "configs/run.json"
+    config = json.loads(path.read_text())
+    config["orchestrator"]["partial_groups"] = {"at_least": 3, "rest": "cancel"}
+    path.write_text(json.dumps(config))
+    found = {verdict.name: verdict for verdict in diagnose(folder)}
+    assert "partial_groups.rest" in found["staleness_bias"].advice
 
 
 @pytest.mark.parametrize(
@@ -310,6 +488,22 @@ def test_the_command_says_what_sets_the_pace(seconds, bound, key, tmp_path):
         *(each / 10 for each in seconds)
     )
     assert bound in text and shares in text and key in text, text
+    assert "always" not in text, text  # it waits for some batches in all of these runs
+
+
+@pytest.mark.parametrize(("allowed", "is_named"), [(0, True), (1, True), (2, False), (8, False)])
+def test_a_starved_run_that_may_not_request_ahead_is_advised_to(allowed, is_named, tmp_path):
+    run = Recorded(tmp_path / "run", steps=STEPS)
+    for row in run.rows.values():
+        row |= {"pace/training": 1.0, "pace/held": 0.0, "pace/starved": 3.0}
+    folder = run.save()
+    path = folder / "configs/run.json"
+    config = json.loads(path.read_text())
+    config["orchestrator"]["max_off_policy_steps"] = allowed
+    path.write_text(json.dumps(config))
+    line = pace_line(History(folder))
+    assert line is not None and "sampling-bound" in line
+    assert ("max_off_policy_steps" in line) == is_named
 
 
 def test_a_run_that_does_not_say_what_sets_its_pace_gets_no_line(tmp_path):
@@ -323,11 +517,35 @@ def test_the_command_says_what_was_found_and_what_to_change(tmp_path):
     command = ["doctor", "run", "--output-dir", str(tmp_path / "outputs")]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
-    assert "1 findings" in said.output and "orchestrator.train.sampling." in said.output
+    assert "1 finding\n" in said.output and "orchestrator.train.sampling." in said.output
     assert "truncation in reverse-text: Many replies are cut off" in said.output
     assert "An early warning is an indication" in said.output
     (verdict,) = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert verdict["name"] == "truncation" and "40.0% (steps 49 to 64)" in verdict["evidence"]
+
+
+def test_the_page_shows_what_the_command_says(tmp_path):
+    """The same lines, up to numbers and what follows from them."""
+    run = Recorded(tmp_path / "outputs/run", steps=STEPS)
+    policy_stands_still(run)
+    for row in run.rows.values():
+        row.update({"pace/training": 8.0, "pace/held": 0.0, "pace/starved": 2.0})
+    run.save()
+    command = ["doctor", "run", "--output-dir", str(tmp_path / "outputs")]
+    said = CliRunner().invoke(app, command, env={"COLUMNS": "100"}).output
+    narrow = CliRunner().invoke(app, command, env={"COLUMNS": "40"}).output
+    assert max(len(line) for line in narrow.splitlines()[1:]) <= 40  # the first one has a path
+    assert "".join(narrow.split()) == "".join(said.split())
+    page = (Path(__file__).parents[4] / "docs/learning-problems.md").read_text()
+    (shown,) = re.findall(r"^```text\n(outputs/.*?)```", page, re.DOTALL | re.MULTILINE)
+    words = re.compile(r"^(?:  )?[A-Za-z_]+:?(?: [A-Za-z-]+)*", re.MULTILINE)
+    beginnings = [
+        [each for each in words.findall(text) if not each.startswith("outputs")]
+        for text in (shown, said.partition("\n")[2])
+    ]
+    assert beginnings[0] == beginnings[1]
+    assert "1 finding\n" in shown and "1 finding\n" in said
+    assert shown.strip().splitlines()[-1] == said.strip().splitlines()[-1]
 
 
 def test_a_short_run_gets_no_verdict(tmp_path):

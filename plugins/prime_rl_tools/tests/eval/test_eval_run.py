@@ -124,8 +124,9 @@ def test_a_run_is_evaluated_with_its_renderer(tmp_path):
         def chat(self, body):
             if not body:
                 return 400, {"error": {"message": "no tokens"}}
-            asked.append(tokenizer.decode(body["token_ids"]))
-            word = asked[-1].split("\n")[1].removesuffix("<|im_end|>")
+            prompt = tokenizer.decode(body["token_ids"])
+            asked.append(prompt)  # requests come side by side
+            word = prompt.split("\n")[1].removesuffix("<|im_end|>")
             ids = tokenizer.encode(word[::-1] + "<|im_end|>", add_special_tokens=False)
             logprobs = [{"token": f"token_id:{i}", "token_id": i, "logprob": -1.0} for i in ids]
             choice = {"index": 0, "token_ids": ids, "finish_reason": "stop",

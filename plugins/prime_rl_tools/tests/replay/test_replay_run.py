@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from prime_rl_app import children
 from prime_rl_app.cli.app import app
-from prime_rl_app.rollouts import read_step, step_files
+from prime_rl_app.saved_rollouts import read_step, step_files
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.source import eval_files

@@ -15,11 +15,12 @@ from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.testing import CodePoints, FakeReference
 from prime_rl_app.cli.app import app
-from prime_rl_app.rollouts import read_step, step_files, write_rollouts
+from prime_rl_app.saved_rollouts import read_step, step_files, write_rollouts
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.compare import change_of, credit, most_changed
-from prime_rl_tools.replay.host import NotRecorded, ReplayHost
+from prime_rl_tools.replay.host import NoText, NotRecorded, RecordedReference, ReplayHost
 from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps, replay
 
 ALL = ["centred", "counted", "taught", "hinted", "observing", "whitened", "asking"]
@@ -311,6 +312,14 @@ def test_the_host_has_the_saved_examples_and_agents(tmp_path):
         host.render([])
     with pytest.raises(NotRecorded):
         host.supervised_sample([])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "base"), [(NoText, CodePoints), (RecordedReference, FakeReference)]
+)
+def test_a_replay_inherits_no_made_up_answer(recorded, base):
+    answers = {name for name in vars(base) if callable(getattr(base, name)) and name[0] != "_"}
+    assert answers <= vars(recorded).keys() | {"answer", "reply"}
 
 
 def test_an_env_the_other_config_does_not_name_takes_its_default():

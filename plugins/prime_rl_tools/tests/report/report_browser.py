@@ -138,13 +138,29 @@ class Page:
         self._settle()
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        box = self.eval(
+        """Where the pointer meets an element: in view, at rest, and with nothing above it.
+
+        A busy browser lays out a page of a new size some frames later. A click at the place
+        before that would meet another element.
+        """
+        find = (
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'nearest'});"
             "const b = e.getClientRects()[0];"
-            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            "const x = b.x + b.width / 2, y = b.y + b.height / 2;"
+            "const met = document.elementFromPoint(x, y);"
+            "return [x, y, e.contains(met)]; })()"
         )
-        return box[0], box[1]
+        deadline = time.monotonic() + LIMIT
+        before = None
+        while True:
+            place = self.eval(find)
+            x, y, is_met = place
+            if is_met and place == before:
+                return x, y
+            assert time.monotonic() < deadline, f"never at rest and uncovered: {selector}"
+            before = place
+            self._settle()
 
     def _settle(self) -> None:
         """Two frames: handlers have run, and what they asked of a microtask too."""

@@ -12,7 +12,7 @@ from report_runs import make_run, offering
 
 from prime_rl import Rollout, Sample
 from prime_rl.config.orchestrator import AlgoConfig
-from prime_rl_app.rollouts import read_step, step_files, write_rollouts
+from prime_rl_app.saved_rollouts import read_step, step_files, write_rollouts
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.score import read_run_config, read_steps, replay
 from prime_rl_tools.report import write_report
@@ -113,9 +113,18 @@ def test_it_opens_on_the_first_rollout_with_curves_and_everything_counted(page):
     assert f"rl {MINUS}0.375" in legend[1] and "ce 0.5" in legend[1] and "ref_kl" not in legend[1]
 
 
+@pytest.mark.parametrize("width", [800, 1000, 1200, 1440, 1920])
+def test_the_charts_fill_their_rows_and_the_title_one_line(page, width):
+    page.size(width, 800)
+    tops = page.eval("[...document.querySelectorAll('.chart')].map(c => c.offsetTop)")
+    rows = [tops.count(top) for top in sorted(set(tops))]
+    assert rows[0] - rows[-1] < len(rows), rows
+    assert page.eval("document.querySelector('#about').clientHeight") < 50
+
+
 def test_the_last_curve_is_of_a_metric_that_a_plugin_has_logged_or_of_any_other(page):
     """``add_metrics`` has one of a plugin."""
-    chosen = "document.querySelector('#curves select').value"
+    chosen = "document.querySelector('#curves .menu input').value"
     drawn = "[...document.querySelectorAll('#curves svg')].at(-1).getAttribute('aria-label')"
     assert page.eval(chosen) == page.eval(drawn) == "plugin/clip/share"
     assert "0.3" in page.eval("[...document.querySelectorAll('.legend')].at(-1).innerText")
@@ -166,6 +175,30 @@ def test_marks_show_component_template_and_trust_region(page):
     assert classes == [
         "tok ce scaffold", *["tok ce"] * (given - 1), "tok rl hit", *["tok rl"] * (sampled - 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ids, num_content, roles",
+    [
+        # <|im_start|> system, tools, <|im_end|>; <|im_start|> user, text, <|im_end|>
+        ([1, 5, 6, 7, 2, 1, 8, 9, 2], 7, ["template"] * 5 + ["user"] * 4),
+        # <s> <|header|> system, date, <|eot|>; <|header|> user, text, <|eot|>
+        ([0, 1, 5, 6, 2, 1, 8, 9, 2], 7, ["template"] * 5 + ["user"] * 4),
+        # <|im_start|> user, text, <|im_end|>
+        ([1, 8, 9, 2], 2, ["user"] * 4),
+        # A text that contains the opening token itself
+        ([1, 8, 9, 1, 2], 2, ["user"] * 5),
+    ],
+)
+def test_what_the_template_wrote_before_the_first_message_is_not_labeled_user(
+    page, ids, num_content, roles
+):
+    content = [int(t == num_content) for t in range(len(ids))]
+    sample = json.dumps({"ids": ids, "roles": 1, "content": content})
+    found = page.eval(
+        f"(() => {{ const s = {sample}; return s.ids.map((_, t) => roleOf(s, t)); }})()"
+    )
+    assert found == roles
 
 
 def test_membership_follows_the_weights_and_their_absence(page):

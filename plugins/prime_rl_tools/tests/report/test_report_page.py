@@ -16,7 +16,7 @@ from prime_rl import Rollout, Sample
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl_app.cli.app import app
-from prime_rl_app.rollouts import StoredRollout, read_step, step_files
+from prime_rl_app.saved_rollouts import StoredRollout, read_step, step_files
 from prime_rl_tools.report import data, write_report
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.source import CHUNK_TOKENS, _parts
@@ -73,6 +73,18 @@ def test_the_facts_name_the_algorithm_of_each_env(tmp_path):
     assert facts["algorithms"]["words"]["type"] == "observing"
     assert facts["algorithms_again"] is None and facts["has_exports"] is False
     assert facts["has_tokenizer"] is False
+
+
+def test_an_env_that_is_only_evaluated_has_no_algorithm(tmp_path):
+    run_dir, _, _ = made(tmp_path)
+    file = run_dir / "configs/run.json"
+    config = json.loads(file.read_text())
+    assert [env["name"] for env in config["orchestrator"]["train"]["env"]] == ["words"]
+    config["orchestrator"]["train"]["env"][0]["name"] = "others"
+    config["orchestrator"]["eval"]["env"] = [{"id": "some-words", "name": "words"}]
+    file.write_text(json.dumps(config))
+    write_report(run_dir, tmp_path / "again.html")
+    assert [*blocks(tmp_path / "again.html")["facts"]["algorithms"]] == ["others"]
 
 
 def test_the_page_needs_no_other_file(tmp_path):

@@ -23,10 +23,10 @@ def settings_for(model="tiny-reverse", overrides=(), **options):
         ("tiny-reverse", ["--inference.port", "1"], "--inference.port: unknown option"),
         ("tiny-reverse", ["--model.name", "x"], "--model.name: unknown option"),
         ("tiny-reverse", ["--inference.other.x", "1"], "--inference.other: unknown option"),
-        ("tiny-reverse", ["--model.hiden_size", "1"], "did you mean 'hidden_size'"),
+        ("tiny-reverse", ["--model.warmup_exat", "1"], "did you mean 'warmup_exact'"),
         ("tiny-reverse", ["--inference.embedded.slots", "1"], "did you mean 'num_slots'"),
         ("tiny-reverse", ["another"], "'another': expected one MODEL, then options"),
-        ("--model.hidden_size", ["3"], "'--model.hidden_size': expected one MODEL"),
+        ("--model.warmup_exact", ["3"], "'--model.warmup_exact': expected one MODEL"),
     ],
 )
 def test_invalid_arguments_are_refused_with_the_reason(model, overrides, reason):
@@ -51,9 +51,9 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
 
 
 def test_settings_reach_the_model_and_the_engine():
-    overrides = ["--model.hidden-size", "16", "--inference.embedded.num-slots", "3"]
+    overrides = ["--model.warmup-exact", "0.5", "--inference.embedded.num-slots", "3"]
     settings = settings_for(overrides=[*overrides, "--inference.ready_timeout", "5"])
-    assert settings.model.settings == {"hidden_size": 16}
+    assert settings.model.settings == {"warmup_exact": 0.5}
     assert settings.engine == "embedded" and settings.engine_settings == {"num_slots": 3}
     assert settings.served_name == "tiny-reverse" and settings.inference.ready_timeout == 5.0
 

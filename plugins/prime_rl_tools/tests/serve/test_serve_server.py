@@ -23,7 +23,7 @@ from prime_rl_tools.serve import server as serving
 from prime_rl_tools.serve.request import choose_port, read_settings
 
 MAIN = "from prime_rl_app.cli import main; main()"
-TINY = ["--model.warmup_exact", "0", "--model.hidden_size", "16", "--model.num_layers", "1"]
+TINY = ["--model.warmup_exact", "0"]
 
 
 class Served:

@@ -3,7 +3,9 @@
 import io
 import json
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -11,9 +13,10 @@ from tokenizers.models import WordLevel
 
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.rundir.status import Status
-from prime_rl_app.rollouts import write_rollouts
+from prime_rl_app.saved_rollouts import write_rollouts
+from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.live import MetricsTail, TerminalView, clock, sparkline
-from prime_rl_tools.view.sampled import Sampled
+from prime_rl_tools.view.sampled import SampledRollouts
 
 REWARD = "train/agg/all/reward/mean"
 
@@ -164,11 +167,12 @@ def test_the_time_left_the_trainers_numbers_and_the_waits(run_dir):
         log(run_dir, step, seconds=30.0 * step, tokens=300.0 * step)
     trained = {"loss/mean": -0.0123, "entropy/all/mean": 1.5, "optim/grad_norm": 0.25}
     waits = {"wait/trainer/orchestrator": 4.0, "wait/orchestrator/inference": 0.5, "time/step": 6.0}
-    log(run_dir, 4, seconds=120.0, tokens=1200.0, **trained, **waits)
+    paused = {"time/engines_paused": 0.25}
+    log(run_dir, 4, seconds=120.0, tokens=1200.0, **trained, **waits, **paused)
     text = drawn(run_dir, width=120)
     for shown in ("about 3:00 left", "loss -0.0123   entropy 1.500   grad norm 0.25",
                   "orchestrator for inference 0.50 s, trainer for orchestrator 4.00 s of 6.00 s",
-                  "10 of batches, prompts included"):  # fmt: skip
+                  "engines paused 0.25 s per step", "10 of batches, prompts included"):  # fmt: skip
         assert shown in text, shown
 
 
@@ -195,7 +199,7 @@ def test_rollouts_of_the_newest_batch_take_turns(tmp_path):
         for reward, word in ((1.0, 2), (0.25, 1))
     ]  # fmt: skip
     now = [0.0]
-    sampled = Sampled(tmp_path, lambda: now[0])
+    sampled = SampledRollouts(tmp_path, lambda: now[0])
     assert sampled.render(80) is None
     write_rollouts(tmp_path / "rollouts" / "step_1.msgpack", 1, rollouts, {})
     seen = []
@@ -323,3 +327,88 @@ def test_a_run_without_rewards_shows_its_loss(run_dir):
     log(run_dir, 1, reward=None, **{"loss/mean": 0.75})
     text = drawn(run_dir)
     assert "1/10" in text and "0.750" in text
+
+
+# -- small terminals ------------------------------------------------------------------------------
+
+
+def busy_run(run_dir):
+    """A run whose view has every part."""
+    write_rollouts(run_dir / "rollouts" / "step_3.msgpack", 3, [one_rollout()], {})
+    for step in range(1, 4):
+        log(
+            run_dir, step, 0.25 * step, step, 900.0 * step,
+            **{"loss/mean": 0.1, "entropy/all/mean": 1.0, "optim/grad_norm": 0.2},
+            **{"off_policy/mean": 1.0, "off_policy/max": 2.0, "mismatch_kl/all/mean": 0.01},
+            **{"time/step": 1.0, "wait/trainer/batch": 0.5},
+        )  # fmt: skip
+    status(run_dir, "model", "done")
+    status(run_dir, "inference", "generating", requests=12)
+    status(run_dir, "trainer", "waiting", waiting_for="orchestrator (batch 4 of 16 groups)")
+    status(run_dir, "orchestrator", "sampling batch 4", progress=0.5)
+
+
+def one_rollout():
+    mask = np.arange(8) >= 2
+    sample = Sample(
+        token_ids=np.arange(8), loss_mask=mask, inference_logprobs=np.where(mask, -1, 0)
+    )
+    return Rollout(env="a", example_id=0, group_id=0, reward=0.5, samples=[sample])
+
+
+def screen(run_dir, width, height):
+    """The lines of the alternate screen."""
+    console = Console(force_terminal=True, width=width, height=height, file=io.StringIO())
+    with view_of(run_dir, 10, console) as view:
+        view.print("one thing that has happened")
+        view.metrics.read_new()
+        shown = console.render_lines(view.render(), console.options.update(height=None), pad=False)
+    return ["".join(segment.text for segment in line) for line in shown]
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(40, 20), (40, 12), (60, 16), (80, 24), (100, 20), (120, 40), (200, 60)]
+)
+def test_every_process_fits_the_terminal(run_dir, width, height):
+    busy_run(run_dir)
+    lines = screen(run_dir, width, height)
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    for name in ("model", "inference", "trainer", "orchestrator"):
+        assert re.search(rf"│ {name} ", text), text
+    assert "3/10" in text
+    assert "0.750" in text
+
+
+def labels(text):
+    """Of the rows of a picture, the words left of the values."""
+    return [*re.findall(r"^│ *((?:[a-z/-]+ )*[a-z/-]+)  \S", text, re.MULTILINE)]
+
+
+def test_the_picture_in_the_docs_has_the_rows_of_the_view(run_dir, monkeypatch):
+    busy_run(run_dir)
+    shares = {"has_error": 0.0, "is_truncated": 0.0, "is_dropped": 0.125}
+    more = {f"train/agg/all/{name}/mean": share for name, share in shares.items()}
+    more |= {"time/engines_paused": 0.01, "off_policy/behind/1": 1.0, "off_policy/mean": 1.0}
+    more |= {"off_policy/max": 1.0, "mismatch_kl/all/mean": 0.01, "loss/mean": 0.1}
+    more |= {"wait/trainer/batch": 0.5, "time/step": 1.0}
+    log(run_dir, 4, 0.5, 4, 5000.0, **more)
+    monkeypatch.setattr(Findings, "render", lambda self: "a finding")
+    lines = "\n".join(screen(run_dir, 80, 60))
+    page = (Path(__file__).parents[4] / "docs/observability.md").read_text()
+    (picture,) = re.findall(r"╭─+ prime-rl.*?╯", page, re.DOTALL)
+    shown = [each for each in labels(lines) if each != "model"]
+    assert shown == labels(picture)
+    assert {"new weights", "doctor"} <= {*shown}
+    for form in (r"of rollouts failed [\d.]+%", r"engines paused", r"steps \(max \d: [\d% ]+\)"):
+        assert re.search(form, lines)
+        assert re.search(form, picture)
+
+
+def test_a_large_terminal_has_all_and_a_small_one_the_least_needed_goes_first(run_dir):
+    busy_run(run_dir)
+    whole = "\n".join(screen(run_dir, 100, 60))
+    assert all(each in whole for each in ("tokens/s", "off-policy", "batch 4 of 16 groups"))
+    assert "one thing that has happened" in whole
+    small = "\n".join(screen(run_dir, 40, 20))
+    assert "waits for" in small

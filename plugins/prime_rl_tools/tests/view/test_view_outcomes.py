@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -94,9 +96,20 @@ def test_the_summary_has_their_means(run_dir):
 
 @pytest.mark.parametrize("command", ["doctor", "status"])
 def test_a_command_that_shows_the_reward_shows_them(run_dir, command):
-    said = CliRunner().invoke(app, [command, "a-run", "--output-dir", str(run_dir.parent)])
+    words = [command, "a-run", "--output-dir", str(run_dir.parent)]
+    said = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
     assert said.exit_code == 0, said.output
     assert EXPECTED in said.output
+
+
+def test_the_docs_show_the_rows_of_status(run_dir):
+    command = ["status", "a-run", "--output-dir", str(run_dir.parent)]
+    said = CliRunner().invoke(app, command).output
+    page = (Path(__file__).parents[4] / "docs/observability.md").read_text()
+    (shown,) = re.findall(r"^\$ prime-rl status .*?(?=```)", page, re.DOTALL | re.MULTILINE)
+    row = re.compile(r"^(\w+(?: \w+)*)  +\S", re.MULTILINE)
+    assert row.findall(shown) == row.findall(said)
+    assert "of rollouts" in row.findall(said)
 
 
 def test_the_page_has_a_curve_of_what_was_dropped(run_dir):

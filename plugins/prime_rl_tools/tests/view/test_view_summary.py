@@ -8,7 +8,7 @@ from rich.console import Console
 
 from prime_rl import ChatTemplate, PluginConfig
 from prime_rl.rundir.chat_template import write_chat_template
-from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl.rundir.checkpoints import CHECKSUMS, finished
 from prime_rl_tools.view.ending import print_summary
 from prime_rl_tools.view.live import TerminalView
 from prime_rl_tools.view.summary import read_curve, running_mean, summarize
@@ -226,7 +226,7 @@ def test_a_finished_run_prints_the_commands_that_use_it(tmp_path):
 def whole(run_dir, step):
     folder = finished(run_dir, step).directory
     folder.mkdir(parents=True)
-    (folder / STABLE).touch()
+    (folder / CHECKSUMS).touch()
 
 
 def test_a_stopped_run_prints_its_results_and_how_to_resume(tmp_path):

@@ -13,7 +13,7 @@ from report_runs import make_run
 from waiting import eventually
 
 from prime_rl.errors import ConfigError
-from prime_rl_app.rollouts import read_step, step_files
+from prime_rl_app.saved_rollouts import read_step, step_files
 from prime_rl_tools.watch import server as watch_server
 from prime_rl_tools.watch.server import Server, Watched
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ConfigDict, model_validator
 
-from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+from prime_rl import (
+    ConfigWarning,
+    Engine,
+    EngineCommand,
+    EngineLaunch,
+    PluginConfig,
+    hookimpl,
+)
 from prime_rl_broadcast.group import TRANSPORTS
-from prime_rl_vllm.arguments import check_keys, check_policy
+from prime_rl_vllm.arguments import check_keys, check_policy, coarse_parts
 from prime_rl_vllm.interpreter import check_interpreter
 
 PARALLEL = ("tensor", "pipeline", "data")
@@ -55,7 +63,13 @@ class Vllm(Engine):
     config_class = VllmConfig
 
     def check(self, python: Path | None) -> None:
-        """Check that ``python`` has vLLM and this package. Raises ``ConfigError``."""
+        """Check that the settings sample a policy at the weights that it is trained at, and that
+        ``python`` has vLLM and this package. Raises ``ConfigError``; warns of settings by which the
+        distributions of engine and trainer differ."""
+        arguments = cast(VllmConfig, self.config).arguments
+        check_policy(arguments)
+        for note in coarse_parts(arguments):
+            warnings.warn(f"inference.vllm.{note}", ConfigWarning, stacklevel=2)
         check_interpreter(python)
 
     @property
@@ -63,6 +77,14 @@ class Vllm(Engine):
         """The product of tensor, pipeline and data parallelism."""
         arguments = cast(VllmConfig, self.config).arguments
         return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
+
+    @property
+    def capacity(self) -> int | None:
+        """``max_num_seqs`` of each data-parallel engine. None: vLLM chooses it by the GPU."""
+        arguments = cast(VllmConfig, self.config).arguments
+        if arguments.get("max_num_seqs") is None:
+            return None
+        return int(arguments["max_num_seqs"]) * int(arguments.get("data_parallel_size", 1))
 
     @property
     def dtype(self) -> str | None:
@@ -75,6 +97,9 @@ class Vllm(Engine):
         ``ConfigError`` for weights of a policy that cannot be replaced."""
         if launch.weights_roots is not None:  # a run's engine: it gets new weights
             check_policy(cast(VllmConfig, self.config).arguments)
+        arguments = cast(VllmConfig, self.config).arguments
+        if launch.records_routes:
+            arguments["enable_return_routed_experts"] = True
         options = {
             "model": launch.model_path,
             "served-model-name": launch.served_model_name,
@@ -84,7 +109,7 @@ class Vllm(Engine):
             "seed": launch.seed,
             "policy-version": launch.policy_version,
             "status-path": launch.status_path,
-            "settings": json.dumps(cast(VllmConfig, self.config).arguments),
+            "settings": json.dumps(arguments),
         }
         argv = [str(launch.python or sys.executable), "-P", "-m", "prime_rl_vllm.server"]
         argv += [f"--weights-root={root}" for root in launch.weights_roots or ()]

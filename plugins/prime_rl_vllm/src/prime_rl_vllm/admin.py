@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -116,16 +115,24 @@ class Admin:
             if body.meeting is None:
                 path = await self._stage(body.weight_dir)
                 await self._hold()
+                held_at = time.perf_counter()
                 await self._load(path, new)
             else:
                 await self._hold()
+                held_at = time.perf_counter()
                 await self._receive(body.meeting, new)
 
             await self._let_go()
+            paused = time.perf_counter() - held_at
 
         state.weight_update_seconds = time.perf_counter() - start
-        log.info("weights version %d loaded in %.3f s", new, state.weight_update_seconds)
-        return JSONResponse({"status": "ok", "version": new})
+        log.info(
+            "weights version %d loaded in %.3f s, paused for %.3f s",
+            new,
+            state.weight_update_seconds,
+            paused,
+        )
+        return JSONResponse({"status": "ok", "version": new, "paused_seconds": paused})
 
     # -- the engine ---------------------------------------------------------------------------
 
@@ -151,12 +158,14 @@ class Admin:
         except WeightsError as error:
             raise self._refusal(str(error)) from error
 
-        await self._rpc("prime_rl_stage", str(path))
-        while None in (found := await self._rpc("prime_rl_staged")):
+        await self._state.ask_workers("prime_rl_stage", str(path))
+        answers = await self._state.ask_workers("prime_rl_staged")
+        while None in answers:  # a worker still reads
             await asyncio.sleep(POLL_SECONDS)
-        refused = [problem for (problem,) in found if problem is not None]
+            answers = await self._state.ask_workers("prime_rl_staged")
+        refused = [problem for (problem,) in answers if problem is not None]
         if refused:
-            await self._rpc("prime_rl_drop")
+            await self._state.ask_workers("prime_rl_drop")
             raise self._refusal(refused[0])
 
         return path
@@ -164,12 +173,12 @@ class Admin:
     async def _load(self, path: Path, version: int) -> None:
         async with self._for_good(version):
             if not self._state.serves_adapters:
-                await self._rpc("prime_rl_load")
+                await self._state.ask_workers("prime_rl_load")
                 return
 
             from vllm.lora.request import LoRARequest
 
-            await self._rpc("prime_rl_drop")
+            await self._state.ask_workers("prime_rl_drop")
             adapter = LoRARequest("policy", ADAPTER_ID, str(path))
             # ``load_inplace`` in a request would read the files again at each of its steps.
             await self._state.engine.add_lora(structs.replace(adapter, load_inplace=True))
@@ -178,7 +187,9 @@ class Admin:
     async def _receive(self, meeting: BroadcastGroup, version: int) -> None:
         """Load weights from the trainer's memory. Raises ``RequestError`` if they are refused."""
         async with self._for_good(version):
-            problems = await self._rpc("prime_rl_receive", msgspec.to_builtins(meeting))
+            problems = await self._state.ask_workers(
+                "prime_rl_receive", msgspec.to_builtins(meeting)
+            )
             refused = [problem for problem in problems if problem is not None]
             if refused and len(refused) < len(problems):  # the other workers have the new weights
                 raise WeightsError(f"one of {len(problems)} workers: {refused[0]}")
@@ -209,7 +220,3 @@ class Admin:
         return RequestError(
             f"weights refused, still serving version {self._state.version}: {problem}"
         )
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = await self._state.engine.collective_rpc(method, args=args)
-        return answers

@@ -49,55 +49,103 @@ DEFAULTS: dict[str, Any] = {
 }
 """Our defaults for vLLM's arguments."""
 HF_OVERRIDES = {
-    # Otherwise a model in bfloat16 rounds its logits to bfloat16, which the trainer does not.
+    # Otherwise a model in bfloat16 rounds its logits to bfloat16, but the trainer does not.
     "head_dtype": "float32",
 }
 """Our defaults within vLLM's ``hf_overrides``."""
 
 
+COARSE_CACHES = ("fp8", "int", "nvfp", "turboquant")
+"""How the coarse formats of a KV cache begin."""
+QUANTIZED = ("quantization", "quantization_config")
+"""Arguments of vLLM that quantize weights."""
+REQUANTIZED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+"""Kinds of ``quantization`` that vLLM makes from weights in full precision, at each reload too."""
+NOTED = {
+    "kv_cache_dtype": "keys and values are rounded",
+    "mamba_cache_dtype": "the states of recurrent layers are rounded",
+    "mamba_ssm_cache_dtype": "the states of recurrent layers are rounded",
+    "enable_mamba_cache_stochastic_rounding": "the states of recurrent layers are rounded",
+    "lora_dtype": "the adapter is rounded",
+    "logits_processors": "logits are changed before a token is sampled",
+    "hf_overrides": "the engine's model is another one than the trainer's",
+    **dict.fromkeys(QUANTIZED, "weights are rounded"),
+}
+"""Arguments of vLLM by which tokens are sampled from another distribution than the trainer's at
+equal weights, and why."""
+
+
 def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The user's arguments over ours. Raises ``ConfigError`` for ``hf_overrides`` of another
     form than a table."""
+    overrides = HF_OVERRIDES | _overrides(arguments)
+    return DEFAULTS | dict(arguments) | {"hf_overrides": overrides}
+
+
+def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's ``hf_overrides``. Raises ``ConfigError`` if they are no table."""
     overrides = arguments.get("hf_overrides") or {}
     if isinstance(overrides, str):
         try:
             overrides = json.loads(overrides)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"inference.vllm.hf_overrides: is no JSON: {error}") from error
 
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"inference.vllm.hf_overrides: is {overrides!r}, expected a table")
-    return DEFAULTS | dict(arguments) | {"hf_overrides": HF_OVERRIDES | dict(overrides)}
+    return dict(overrides)
 
 
 def coarse_parts(arguments: Mapping[str, Any]) -> list[str]:
-    """What makes the engine compute less precisely than its dtype, and what that does."""
+    """What makes the engine sample from another distribution than the trainer's, and what that
+    does."""
     notes = []
-    kv_cache = arguments.get("kv_cache_dtype", "auto")
-    if str(kv_cache).startswith(("fp8", "int", "nvfp", "turboquant")):
+    for name, why in NOTED.items():
+        value = arguments.get(name)
+        if name == "hf_overrides":
+            # Logits in float32 are the trainer's own.
+            value = {k: v for k, v in _overrides(arguments).items() if HF_OVERRIDES.get(k) != v}
+        if not value or value in ("auto", "float32"):
+            continue
+        if name == "kv_cache_dtype" and not str(value).startswith(COARSE_CACHES):
+            continue
+
         notes.append(
-            f"kv_cache_dtype is {kv_cache!r}: tokens are sampled from a distribution that differs "
+            f"{name} is {value!r}, so {why}: tokens are sampled from a distribution that differs "
             "from the trainer's at equal weights. Their logprobs belong to it, so losses with an "
             "importance ratio correct for it; mismatch_kl shows how much it is"
-        )
-
-    if arguments.get("quantization") is not None:
-        notes.append(
-            f"quantization is {arguments['quantization']!r}: the same as for a coarse KV cache, in "
-            "every layer"
         )
 
     return notes
 
 
 def check_policy(arguments: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` for weights that no update of a run can replace."""
-    if arguments.get("quantization") is not None:
+    """Raises ``ConfigError`` for an engine that would sample the policy of a run from weights that
+    are not rounded from those it is trained at, or not at random."""
+    quantized = {name: arguments.get(name) for name in QUANTIZED}
+    if quantized["quantization"] in REQUANTIZED:
+        del quantized["quantization"]
+    overrides = _overrides(arguments)
+    quantized["hf_overrides.quantization_config"] = overrides.get("quantization_config")
+    for name, value in quantized.items():
+        if value is not None:
+            raise ConfigError(
+                f"inference.vllm.{name}: is {value!r}; a run publishes weights in full precision, "
+                "and vLLM rounds such weights anew only for quantization = "
+                f"{', '.join(REQUANTIZED)}: else the policy would be sampled from other weights "
+                "than it is trained at. Leave it out; a frozen model (prime-rl serve) may be "
+                "quantized."
+            )
+
+    if arguments.get("load_format") == "dummy":
         raise ConfigError(
-            f"inference.vllm.quantization: is {arguments['quantization']!r}; a run publishes "
-            "weights in full precision, and replacing quantized ones is not supported: the policy "
-            "would be sampled from other weights than it is trained at. Leave it out; a frozen "
-            "model (prime-rl serve) may be quantized."
+            "inference.vllm.load_format: is 'dummy'; the first rollouts would be sampled from "
+            "random weights. Leave it out."
+        )
+    if arguments.get("watermark_config"):
+        raise ConfigError(
+            "inference.vllm.watermark_config: tokens would be chosen by a key and the tokens "
+            "before them, so the rollouts of a group would repeat each other. Leave it out."
         )
 
 
@@ -145,7 +193,7 @@ def _words(key: str, value: Any, action: argparse.Action) -> Iterator[str]:
     """``--key=value``. A switch has no value; a list may become several words."""
     option = f"--{key.replace('_', '-')}"
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-        yield from _switch(key, option, value, action)
+        yield from _switch(key, option, value=value, action=action)
     elif isinstance(value, list) and action.nargs in ("+", "*"):
         yield option
         yield from (_text(each) for each in value)

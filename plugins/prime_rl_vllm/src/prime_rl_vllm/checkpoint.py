@@ -84,7 +84,7 @@ class Staged:
                     )
 
     def _check_values(self, directory: Path, device: torch.device) -> None:
-        """On a GPU beside its other work, a block at a time: hardly any of its memory is free."""
+        """On a GPU one block at a time, because vLLM leaves hardly any memory free."""
         on_gpu = device.type == "cuda"
         stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream) if on_gpu else nullcontext():
@@ -121,17 +121,17 @@ def check_layout(files: ModelFiles | Announced, base: ModelFiles) -> None:
     if unknown:
         raise WeightsError(f"{files.directory}: {_listed(unknown)} not in {base.directory}")
     for name in files.tensors.keys() & base.tensors.keys():
-        found = files.tensors[name]
+        actual = files.tensors[name]
         wanted = base.tensors[name]
-        if found.shape != wanted.shape:
+        if actual.shape != wanted.shape:
             raise WeightsError(
-                f"{files.directory}: {name!r} has shape {found.shape}, the model's has "
+                f"{files.directory}: {name!r} has shape {actual.shape}, the model's has "
                 f"{wanted.shape}"
             )
 
-        if _is_float(found.dtype) != _is_float(wanted.dtype):
+        if _is_float(actual.dtype) != _is_float(wanted.dtype):
             raise WeightsError(
-                f"{files.directory}: {name!r} is {found.dtype}, the model's is {wanted.dtype}"
+                f"{files.directory}: {name!r} is {actual.dtype}, the model's is {wanted.dtype}"
             )
 
 

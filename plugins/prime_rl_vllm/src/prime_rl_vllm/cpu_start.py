@@ -40,7 +40,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def cpu_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``SETTINGS`` and the user's. Raises ``ConfigError`` if one of them would kill the engine."""
+    """``SETTINGS`` with the user's settings. Raises ``ConfigError`` if one of them would kill the
+    engine."""
     for key, value in SETTINGS.items():
         if given.get(key, value) != value:
             raise ConfigError(

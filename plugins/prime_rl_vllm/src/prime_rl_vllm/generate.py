@@ -18,7 +18,7 @@ from prime_rl_engine_kit.body import ClientGone, read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import GenerateBody, Limits, decode
 from prime_rl_vllm.reply import reply
-from prime_rl_vllm.schema import Plan, plan
+from prime_rl_vllm.schema import SamplingPlan, plan
 from prime_rl_vllm.state import State
 
 
@@ -26,7 +26,7 @@ from prime_rl_vllm.state import State
 class Done:
     """A finished request."""
 
-    plan: Plan
+    plan: SamplingPlan
     request_id: str
     model: str
     output: Any
@@ -41,19 +41,19 @@ async def generate(state: State, http: HTTPRequest) -> Response:
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     state.running += 1
     try:
-        output = await while_wanted(http, _finish(state, body, wanted, name))
+        output = await while_wanted(http, _finish(state, body, wanted=wanted, name=name))
     except ClientGone:
         return Response(status_code=499)
     finally:
         state.running -= 1
 
-    done = Done(wanted, name, state.model_name, output)
+    done = Done(wanted, name, model=state.model_name, output=output)
     # In a thread: the scores of a long prompt take seconds to write.
     content = await asyncio.to_thread(reply, done)
     return Response(content, media_type="application/json")
 
 
-async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> Any:
+async def _finish(state: State, body: GenerateBody, wanted: SamplingPlan, name: str) -> Any:
     """Run the request to its end. Raises ``RequestError`` with vLLM's own reason."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError

@@ -36,20 +36,20 @@ def check_interpreter(python: Path | None) -> None:
     where = (
         f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
     )
-    found = _installed(python or Path(sys.executable), where)
+    versions = _installed(python or Path(sys.executable), where)
     ours = version(DISTRIBUTION)
-    if not any(name in found for name in VLLM):
+    if not any(name in versions for name in VLLM):
         raise ConfigError(f"{where} has no vLLM. {_advice(python)}")
-    if DISTRIBUTION not in found:
+    if DISTRIBUTION not in versions:
         raise ConfigError(f"{where} has vLLM, but not {DISTRIBUTION}: pip install it there too.")
-    if found[DISTRIBUTION] != ours:
+    if versions[DISTRIBUTION] != ours:
         raise ConfigError(
-            f"{where} has {DISTRIBUTION} {found[DISTRIBUTION]}, but this environment has {ours}: "
-            f"install {ours} there."
+            f"{where} has {DISTRIBUTION} {versions[DISTRIBUTION]}, but this environment has "
+            f"{ours}: install {ours} there."
         )
 
-    name = next(name for name in VLLM if name in found)
-    check_version(name, found[name], where)
+    name = next(name for name in VLLM if name in versions)
+    check_version(name, versions[name], where)
 
 
 def check_version(name: str, found: str, where: str) -> None:
@@ -78,8 +78,8 @@ def _installed(python: Path, where: str) -> dict[str, str]:
         raise ConfigError(f"{where}: can't be run: {error}") from error
 
     try:
-        found: dict[str, str] = json.loads(done.stdout)
-        return found
+        versions: dict[str, str] = json.loads(done.stdout)
+        return versions
     except ValueError:
         output = (done.stderr or done.stdout).strip()[-300:]
         raise ConfigError(f"{where}: not a working Python: {output}") from None

@@ -19,7 +19,12 @@ def check_native(directory: Path, max_rank: int) -> None:
             "its model with adapters only. Leave enable_lora out."
         )
 
-    config = json.loads((directory / "adapter_config.json").read_bytes())
+    path = directory / "adapter_config.json"
+    try:
+        config = dict(json.loads(path.read_text("utf-8-sig")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise WeightsError(f"{path}: expected a JSON object: {error}") from error
+
     whole = config.get("modules_to_save")
     if whole:
         raise WeightsError(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prime_rl_engine_kit.routes import Routes, joined, routes_entry
+
 if TYPE_CHECKING:
     from prime_rl_vllm.generate import Done
 
@@ -22,7 +24,7 @@ Row = Mapping[int, Any]
 def reply(done: Done) -> bytes:
     output = done.output
     plan = done.plan
-    choices = [_choice(each, plan.logprobs, plan.nothing_wanted) for each in output.outputs]
+    choices = [_choice(each, done) for each in output.outputs]
     num_prompt = len(plan.token_ids)
     num_completion = sum(len(choice["token_ids"]) for choice in choices)
     return msgspec.json.encode(
@@ -42,7 +44,9 @@ def reply(done: Done) -> bytes:
     )
 
 
-def _choice(choice: Any, logprobs: int | None, nothing_wanted: bool) -> dict[str, Any]:
+def _choice(choice: Any, done: Done) -> dict[str, Any]:
+    logprobs = done.plan.logprobs
+    nothing_wanted = done.plan.nothing_wanted
     token_ids = [] if nothing_wanted else list(choice.token_ids)
     reason = "length" if nothing_wanted else choice.finish_reason
     stop = choice.stop_reason
@@ -60,8 +64,20 @@ def _choice(choice: Any, logprobs: int | None, nothing_wanted: bool) -> dict[str
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.end} for span in spans
         ],
-        "routed_experts": None,
+        "routed_experts": None
+        if nothing_wanted
+        else routes_entry(_routes(choice, done.output), done.plan.routes_start),
     }
+
+
+def _routes(choice: Any, output: Any) -> Routes | None:
+    """[N, layers, k] of prompt and completion. vLLM has them where it was started with
+    ``enable_return_routed_experts``: of both in the choice, or those of the prompt in the output.
+    """
+    routes = getattr(choice, "routed_experts", None)
+    if routes is None:
+        return None
+    return joined(getattr(output, "prompt_routed_experts", None), routes)
 
 
 def _content(

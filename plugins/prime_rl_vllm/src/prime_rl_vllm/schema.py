@@ -9,6 +9,7 @@ from typing import Any
 from prime_rl_engine_kit.requests import (
     GenerateBody,
     Limits,
+    check_choices,
     check_generate,
     check_sampling,
     given,
@@ -19,7 +20,7 @@ _PASSED = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """The request to vLLM, and how to read its answer."""
 
     token_ids: Sequence[int]
@@ -30,21 +31,40 @@ class Plan:
     prompt_logprobs: int | None
     nothing_wanted: bool = False
     """``max_tokens`` is 0. vLLM has to sample one token, which is dropped."""
+    routes_start: int = 0
+    """The first position whose routes are reported."""
 
 
-def plan(body: GenerateBody, limits: Limits) -> Plan:
+def plan(body: GenerateBody, limits: Limits) -> SamplingPlan:
     """The request with every default filled in. Raises ``RequestError`` with the key and value."""
     check_generate(body, limits)
     fields = body.sampling_params
-    prompt = body.token_ids
-    wanted = body.sampling_params.logprobs
-    check_sampling(fields, limits, wanted, fields.prompt_logprobs)
-    params = {k: value for k in _PASSED if (value := getattr(fields, k)) is not None}
-    room = max(limits.max_model_len - len(prompt), 1)
-    params["max_tokens"] = max(min(given(fields.max_tokens, room), room), 1)
+    num_logprobs = fields.logprobs
+    check_sampling(fields, limits, logprobs=num_logprobs, prompt_logprobs=fields.prompt_logprobs)
+
+    params: dict[str, Any] = {}
+    for key in _PASSED:
+        value = getattr(fields, key)
+        if value is not None:
+            params[key] = value
+
+    room = max(limits.max_model_len - len(body.token_ids), 1)
+    max_tokens = min(given(fields.max_tokens, room), room)
+    params["max_tokens"] = max(max_tokens, 1)  # vLLM refuses 0
+    check_choices(given(fields.n, 1), params["max_tokens"], num_logprobs)
     params["stop_token_ids"] = fields.stop_token_ids or []
-    if wanted is not None:
-        params["logprobs"] = wanted if wanted > 1 else 0
+
+    if num_logprobs is not None:
+        # vLLM always gives the sampled token, and counts the alternatives beside it.
+        params["logprobs"] = num_logprobs if num_logprobs > 1 else 0
     if fields.prompt_logprobs is not None:
         params["prompt_logprobs"] = fields.prompt_logprobs
-    return Plan(prompt, params, wanted, fields.prompt_logprobs, fields.max_tokens == 0)
+
+    return SamplingPlan(
+        token_ids=body.token_ids,
+        params=params,
+        logprobs=num_logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+        nothing_wanted=fields.max_tokens == 0,
+        routes_start=fields.routed_experts_prompt_start or 0,
+    )

@@ -52,15 +52,25 @@ class State:
         """Rows of the model's embedding."""
         return int(self.engine.model_config.get_vocab_size())
 
+    async def ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """What ``method`` of each worker returns, over all data-parallel engines in order. vLLM's
+        own ``collective_rpc`` asks all of them, and hands on what the first engine's return."""
+        of_engines = await self.engine.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, args, None
+        )
+        return [answer for answers in of_engines for answer in answers]
+
     @property
     def receives(self) -> dict[str, Any] | None:
         """The number of workers that can receive weights from the trainer's memory, and their
-        backends. None with data parallelism: several engine processes share one address."""
+        backends. None if data-parallel engines have servers of their own: a broadcast reaches
+        those of this address alone."""
         parallel = self.engine.vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:
+        if parallel.local_engines_only:
             return None
         on_gpu = self.engine.vllm_config.device_config.device_type == "cuda"
-        return {"workers": parallel.world_size, "backends": backends(on_gpu)}
+        num_workers = parallel.world_size * parallel.data_parallel_size
+        return {"workers": num_workers, "backends": backends(on_gpu)}
 
     @property
     def capacity(self) -> int:

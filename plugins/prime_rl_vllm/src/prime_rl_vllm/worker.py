@@ -35,6 +35,12 @@ class WeightExtension:
     _prime_rl_staging: Future[str | None]
     _prime_rl_weights: Staged | None = None
 
+    @property
+    def _prime_rl_number(self: Any) -> int:
+        """Among the workers of all data-parallel engines: ``rank`` counts within one."""
+        parallel = self.vllm_config.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+
     def prime_rl_remember(self, base_dir: str) -> str | None:
         """Read the model's tensor names and shapes. Returns a fault of the folder, or None."""
         try:
@@ -54,7 +60,7 @@ class WeightExtension:
         return [self._prime_rl_staging.result()] if self._prime_rl_staging.done() else None
 
     def _prime_rl_read(self: Any, weight_dir: str) -> str | None:
-        """Only the first worker reads every value, because all workers see the same files."""
+        """Only the first worker of each engine reads every value: all see the same files."""
         self.prime_rl_drop()
         try:
             base = self._prime_rl_base
@@ -97,9 +103,10 @@ class WeightExtension:
             self._prime_rl_reload(stream)
 
         try:
-            own = msgspec.convert(meeting, BroadcastGroup).for_worker(self.rank)
-            with self._prime_rl_member.join(own, self.device) as group:
-                group.receive(check, load)
+            group = msgspec.convert(meeting, BroadcastGroup)
+            of_worker = group.for_worker(self._prime_rl_number)
+            with self._prime_rl_member.join(of_worker, self.device) as connection:
+                connection.receive(check, load)
         except WeightsError as error:
             if begun:
                 raise

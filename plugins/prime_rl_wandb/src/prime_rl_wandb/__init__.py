@@ -5,9 +5,9 @@ from __future__ import annotations
 from prime_rl import Monitor, hookimpl
 from prime_rl_wandb.monitor import WandbConfig, WandbMonitor
 
-__all__ = ["WandbConfig", "WandbMonitor", "register_monitors"]
+__all__ = ["WandbConfig", "WandbMonitor", "register_observers"]
 
 
 @hookimpl
-def register_monitors() -> list[type[Monitor]]:
+def register_observers() -> list[type[Monitor]]:
     return [WandbMonitor]

@@ -4,6 +4,7 @@ that the run starts without waiting for it."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from prime_rl import Monitor, PluginConfig, Rollout
 from prime_rl_wandb.table import COLUMNS, table_row
+
+log = logging.getLogger(__name__)
 
 
 class WandbConfig(PluginConfig):
@@ -119,11 +122,22 @@ class WandbMonitor(Monitor):
         path = self.run_dir / "wandb" / "run_id"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            path.write_text(secrets.token_hex(4))
-        return path.read_text()
+            path.write_text(secrets.token_hex(4), "utf-8")
+        return path.read_text("utf-8").strip()
 
     def _run_config(self) -> dict[str, Any]:
         """The resolved config. It contains no secrets, only names of environment variables."""
         path = self.run_dir / "configs" / "run.json"
-        config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            config = json.loads(path.read_text("utf-8-sig"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning("%s: expected JSON: %s. W&B gets no config", path, error)
+            return {}
+
+        if not isinstance(config, dict):
+            actual = type(config).__name__
+            log.warning("%s: expected a JSON object, found %s. W&B gets no config", path, actual)
+            return {}
         return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,11 +15,12 @@ from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.registry.checks import marked_hooks
+from prime_rl.registry.guards import Members
 from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import COLUMNS, Group, Rollout
 from prime_rl.streams import STREAMS
 from prime_rl.testing.host import FakeHost
-from prime_rl.testing.scoring import conformance_group, score_async
+from prime_rl.testing.scoring import conformance_group, members_wanted, score_async
 from prime_rl_devkit.algorithms.subject import MIXED, Streams, Subject, different, streams
 from prime_rl_devkit.plans import check_plans
 from prime_rl_devkit.verdicts import Broken, NotApplicable
@@ -44,24 +46,24 @@ def permutation(subject: Subject) -> None:
     straight = subject.scored(FOUR)
     turned = subject.scored([FOUR[i] for i in order])
     expected = streams([straight[i] for i in order])
-    found = different(streams(turned), expected)
-    if found:
-        raise Broken(f"rewards {list(FOUR)} in the order {order}: {found}")
+    difference = different(streams(turned), expected)
+    if difference:
+        raise Broken(f"rewards {list(FOUR)} in the order {order}: {difference}")
 
 
 def inputs_kept(subject: Subject) -> None:
     """Scoring leaves tokens, masks, sampling logprobs, rewards and the group's order alone. It may
     append samples."""
-    group = subject.make_group(FOUR)
+    group = Members(subject.make_group(FOUR))
     members = list(group)
     before = [_inputs(rollout) for rollout in group]
     subject.score(group)
     if [id(each) for each in group] != [id(each) for each in members]:
         raise Broken("the group's own list was reordered or changed. Sort a copy: sorted(group)")
     for number, (rollout, old) in enumerate(zip(group, before, strict=True)):
-        found = _inputs(rollout)
+        inputs = _inputs(rollout)
         for name in old:
-            value = found.get(name)
+            value = inputs.get(name)
             if value != old[name]:
                 raise Broken(
                     f"rollout {number}: {name} was changed from {old[name]} to {value}. Work "
@@ -103,10 +105,10 @@ def deterministic(subject: Subject) -> None:
 
 
 def concurrent_groups(subject: Subject) -> None:
-    """Two groups that are scored at once get what they get one after the other."""
-    found = _scored_two(subject, at_once=True)
+    """Two groups get the same credit, scored at the same time or one after the other."""
+    scored = _scored_two(subject, at_once=True)
     in_turn = (_scored_two(subject), _scored_two(subject, turned=True))
-    differences = [different(found, expected) for expected in in_turn]
+    differences = [different(scored, expected) for expected in in_turn]
     if all(differences):
         raise Broken(
             f"two groups mixed: {differences[0]}. State of one group must not wait on self while "
@@ -124,7 +126,7 @@ def _scored_two(subject: Subject, *, at_once: bool = False, turned: bool = False
     return streams([*one, *two])
 
 
-class Foreign(Algorithm):
+class OtherAlgorithm(Algorithm):
     """Another env's algorithm: the reward is the credit."""
 
     name = "foreign"
@@ -137,16 +139,17 @@ class Foreign(Algorithm):
 
 
 def neighbors(subject: Subject) -> None:
-    """Credit is the same when other envs run another algorithm, and this one, at the same time."""
+    """Credit is the same when other envs run another algorithm, and this one, at the same time; no
+    attribute of its class changes."""
     alone = streams(subject.scored(FOUR))
-    ours = subject.make_group(FOUR)
+    ours = Members(subject.make_group(FOUR))
     twin = subject.make_group(OTHER)
     foreign = conformance_group(OTHER)
-    algorithms = (subject.fresh(), Foreign(PluginConfig()), subject.fresh())
+    algorithms = (subject.fresh(), OtherAlgorithm(PluginConfig()), subject.fresh())
 
     async def env(algorithm: Algorithm, group: list[Rollout]) -> None:
-        host = FakeHost() if isinstance(algorithm, Foreign) else subject.make_host()
-        await score_async(algorithm, [group], (), host)
+        host = FakeHost() if isinstance(algorithm, OtherAlgorithm) else subject.make_host()
+        await score_async(algorithm, [group], plugins=(), host=host)
 
     async def beside() -> None:
         pairs = zip(algorithms, (twin, foreign, ours), strict=True)
@@ -159,11 +162,18 @@ def neighbors(subject: Subject) -> None:
             "another env's credit changed beside this algorithm. Write to your own group only."
         )
 
-    found = different(streams(ours), alone)
-    if found:
+    difference = different(streams(ours), alone)
+    if difference:
         raise Broken(
-            f"beside other envs: {found}. Keep state on self, not on the class or the module: each "
-            "env has an instance of its own."
+            f"beside other envs: {difference}. Keep state on self, not on the class or the module: "
+            "each env has an instance of its own."
+        )
+
+    changed = subject.classes.changed()
+    if changed is not None:
+        raise Broken(
+            f"{changed} has changed: it is one object for all envs that run the algorithm. Keep it "
+            "on self: assign it in __init__."
         )
 
 
@@ -181,6 +191,33 @@ def prepares(subject: Subject) -> None:
         await algorithm.close()
 
     asyncio.run(prepare())
+
+
+GROUP_SIZE = 2
+MAX_GROUP_SIZE = 6
+
+
+def sizes(subject: Subject) -> None:
+    """``wanted_members`` gives a number of members that a run can sample, and the same one when it
+    is asked again."""
+    if "wanted_members" not in marked_hooks(subject.cls):
+        raise NotApplicable("has no wanted_members")
+
+    for rewards in itertools.product((0.0, 1.0), repeat=MAX_GROUP_SIZE):
+        group = subject.make_group(rewards)
+        first, again = (
+            members_wanted(
+                subject.fresh(), group, group_size=GROUP_SIZE, max_group_size=MAX_GROUP_SIZE
+            )
+            for _ in range(2)
+        )
+        if [rollout.reward for rollout in group] != [*rewards]:
+            raise Broken("it changed the reward of a rollout. Decide, and change nothing.")
+        if first != again:
+            raise Broken(
+                f"rewards {[*rewards]}: it wants {first} members, and {again} when it is asked "
+                "again. Decide by progress alone: a resumed run asks again."
+            )
 
 
 def round_trip(subject: Subject) -> None:
@@ -201,6 +238,6 @@ def round_trip(subject: Subject) -> None:
                     "text, lists and tables in it."
                 )
 
-    found = different(streams(back), streams(group))
-    if found:
-        raise Broken(f"came back from disk: {found}")
+    difference = different(streams(back), streams(group))
+    if difference:
+        raise Broken(f"came back from disk: {difference}")

@@ -40,8 +40,8 @@ def gradient(subject: Subject) -> None:
     vocabulary = 1 + max(int(sample.token_ids.max()) for sample in samples)
     logits = [toy_logits(sample, vocabulary) for sample in samples]
     expected = closed_form(samples, logits)
-    found = trainer_gradient(group, logits)
-    for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+    computed = trainer_gradient(group, logits)
+    for index, (ours, theirs) in enumerate(zip(expected, computed, strict=True)):
         if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-6):
             gap = float(np.abs(ours - theirs).max())
             raise Broken(
@@ -49,18 +49,23 @@ def gradient(subject: Subject) -> None:
             )
 
     # Other components that act on the same tokens may pull the other way.
-    own = closed_form(samples, logits, only=subject.fresh().action_loss)
-    _check_direction(subject, samples, logits, own)
+    declared = closed_form(samples, logits, only=subject.fresh().action_loss)
+    _check_direction(subject, samples, logits=logits, gradients=declared)
 
 
 def _check_direction(
-    subject: Subject, samples: Sequence[Sample], logits: Sequence[Floats], found: Sequence[Floats]
+    subject: Subject,
+    samples: Sequence[Sample],
+    logits: Sequence[Floats],
+    gradients: Sequence[Floats],
 ) -> None:
-    largest = max(float(np.abs(each).max()) for each in found)
+    """A small step against the ``gradients`` makes tokens with credit likelier."""
+    largest = max(float(np.abs(slope).max()) for slope in gradients)
+    rate = 0.1 / max(largest, 1e-30)
     moved = 0
-    for index, (sample, before, slope) in enumerate(zip(samples, logits, found, strict=True)):
+    for index, (sample, before, slope) in enumerate(zip(samples, logits, gradients, strict=True)):
         old = token_logprobs(sample, before)
-        new = token_logprobs(sample, before - slope * (0.1 / max(largest, 1e-30)))
+        new = token_logprobs(sample, before - slope * rate)
         credit = _credit(subject, sample, old)
         moved += int((credit != 0).sum())
         wrong = np.flatnonzero(credit * (new - old) < -1e-9)
@@ -86,8 +91,10 @@ def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
     elif "ref_logprobs" in required:
         credit = _column(sample, "ref_logprobs", 0.0) - old
 
-    own = members(sample, component) & sample.loss_mask
-    return np.where(own & (np.abs(credit) > 1e-3 * np.abs(credit).max(initial=0)), credit, 0.0)
+    # A credit that rounding may have made is none.
+    least = 1e-3 * np.abs(credit).max(initial=0)
+    is_credited = members(sample, component) & sample.loss_mask & (np.abs(credit) > least)
+    return np.where(is_credited, credit, 0.0)
 
 
 def toy_logits(sample: Sample, size: int) -> Floats:
@@ -118,33 +125,45 @@ def closed_form(
     Raises ``NotApplicable`` for a loss whose sum is not one over the tokens of a sample.
     """
     names = {name for sample in samples for name in components(sample)}
-    counts = {c: max(sum(int(members(s, c).sum()) for s in samples), 1) for c in names}
-    found = []
-    for sample, each in zip(samples, logits, strict=True):
-        slope = np.zeros(len(sample))
-        for component in [each for each in components(sample) if only in ("", each)]:
-            ours = _slope(sample, component, token_logprobs(sample, each))
-            slope += np.where(members(sample, component), ours, 0.0) / counts[component]
-        p = np.exp(each) / np.exp(each).sum(1, keepdims=True)
-        onehot = np.eye(each.shape[1])[sample.token_ids]
-        found.append(slope[:, None] * (onehot - p))
+    counts = {}
+    for name in names:
+        number = sum(int(members(sample, name).sum()) for sample in samples)
+        counts[name] = max(number, 1)
 
-    return found
+    gradients = []
+    for sample, own_logits in zip(samples, logits, strict=True):
+        t = token_logprobs(sample, own_logits)
+        slope = np.zeros(len(sample))
+        for component in components(sample):
+            if only in ("", component):
+                of_component = _slope(sample, component, t)
+                is_member = members(sample, component)
+                slope += np.where(is_member, of_component, 0.0) / counts[component]
+
+        p = np.exp(own_logits) / np.exp(own_logits).sum(1, keepdims=True)
+        onehot = np.eye(own_logits.shape[1])[sample.token_ids]
+        gradients.append(slope[:, None] * (onehot - p))
+
+    return gradients
 
 
 def _slope(sample: Sample, component: str, t: Floats) -> Floats:
+    """[T] dL/dt, not yet divided by the component's count."""
     i = _column(sample, "inference_logprobs", 0.0)
     w = _column(sample, f"{component}_weights", 1.0)
     if component == "rl":
         return -w * _column(sample, "advantages", 0.0) * np.exp(t - i)
+
     import torch
 
     loss = installed_losses()[component]
     if loss.unit != "tokens" or loss.scope not in ("token", "sequence") or loss.computed:
         raise NotApplicable(f"the loss {component!r} is no sum over the tokens of one sample")
-    streams = {
-        n: torch.from_numpy(_column(sample, n, loss.defaults.get(n) or 0.0)) for n in loss.streams
-    }
+
+    streams = {}
+    for name in loss.streams:
+        absent = loss.defaults.get(name) or 0.0
+        streams[name] = torch.from_numpy(_column(sample, name, absent))
     leaf = torch.tensor(t, requires_grad=True)
     inputs = LossInputs(
         trainer_logprobs=leaf,
@@ -161,7 +180,9 @@ def _slope(sample: Sample, component: str, t: Floats) -> Floats:
 
 def _column(sample: Sample, name: str, absent: float) -> Floats:
     column = sample.inference_logprobs if name == "inference_logprobs" else stream(sample, name)
-    return np.full(len(sample), absent) if column is None else np.asarray(column, np.float64)
+    if column is None:
+        return np.full(len(sample), absent)
+    return np.asarray(column, np.float64)
 
 
 class _Reinforce(Loss):
@@ -197,7 +218,15 @@ def trainer_gradient(group: Group, logits: Sequence[Floats]) -> list[Floats]:
         tokens = torch.from_numpy(batch.token_ids.astype(np.int64))[:, None]
         logprobs = leaf.log_softmax(1).gather(1, tokens)[:, 0]
         row = make_row(batch, torch.device("cpu"))
-        total = total + row_loss(row, logprobs, losses, counts).loss
+        total = total + row_loss(row, logprobs, losses=losses, counts=counts).loss
 
     total.backward()
     return [np.asarray(leaf.grad) for leaf in leaves]
+
+
+def loss_probe() -> Any:
+    """The module by which the trainer judges a loss before its first token: ``mean_of``,
+    ``leak_of`` and ``probe_inputs``."""
+    from prime_rl.trainer import loss_probe
+
+    return loss_probe

@@ -1,5 +1,5 @@
-"""Two checks of algorithms: credit that needs
-siblings, and credit that depends on earlier rollouts."""
+"""Checks of algorithms: credit that needs siblings, and credit that depends on earlier
+rollouts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def group_relative(subject: Subject) -> None:
             f"groups of one with the rewards {list(MIXED)} get no credit, and one group of these "
             "rewards does. Declare group_relative = True, so that group_size = 1 is refused; or "
             "False, if a group of one can have siblings, such as several agents of an episode."
+        )
+
+
+def siblings(subject: Subject) -> None:
+    """What needs no siblings scores a rollout alone as it does beside them."""
+    if subject.fresh().compares_siblings:
+        raise NotApplicable("a group is scored together")
+    together = subject.scored(MIXED)
+    lone = [[rollout] for rollout in subject.make_group(MIXED)]
+    subject.run(lone)
+    difference = different(streams([each for (each,) in lone]), streams(together))
+    if difference:
+        raise Broken(
+            f"scored alone instead of with its siblings: {difference}. Without a score_group, or "
+            "with needs_siblings = False, each rollout is scored as soon as it ends. Set "
+            "needs_siblings = True."
         )
 
 
@@ -60,13 +76,13 @@ def state_resumes(subject: Subject) -> None:
         resumed.load(Path(folder))
 
     expected = subject.make_group(MIXED[::-1])
-    found = subject.make_group(MIXED[::-1])
+    group = subject.make_group(MIXED[::-1])
     _score(subject, stopped, expected)
-    _score(subject, resumed, found)
-    difference = different(streams(found), streams(expected))
+    _score(subject, resumed, group)
+    difference = different(streams(group), streams(expected))
     if difference:
         raise Broken(f"after save and load: {difference}. Save everything that credit depends on.")
 
 
 def _score(subject: Subject, algorithm: Algorithm, group: Group) -> None:
-    asyncio.run(score_async(algorithm, [group], (), subject.make_host()))
+    asyncio.run(score_async(algorithm, [group], plugins=(), host=subject.make_host()))

@@ -109,9 +109,11 @@ def tied_group(subject: Subject) -> None:
         elif not remembers:
             first = streams(group[:1])
             for number, rollout in enumerate(group):
-                found = different(streams([rollout]), first)
-                if found:
-                    raise Broken(f"rollouts 0 and {number} are equal but for their place: {found}")
+                difference = different(streams([rollout]), first)
+                if difference:
+                    raise Broken(
+                        f"rollouts 0 and {number} are equal but for their place: {difference}"
+                    )
 
 
 def _check_zero(group: Group, size: int) -> None:
@@ -126,12 +128,16 @@ def _check_zero(group: Group, size: int) -> None:
 
 
 class _Spoil:
-    """A wrapper that loses the reward after core has looked at it."""
+    """A wrapper that loses the reward after core has looked at it, and until it looks again."""
 
     @hookimpl(wrapper=True)
     def score_group(self, group: Group) -> Generator[None, object, object]:
+        reward = group[0].reward
         group[0].reward = float("nan")
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            group[0].reward = reward
 
 
 def nan_reward(subject: Subject) -> None:

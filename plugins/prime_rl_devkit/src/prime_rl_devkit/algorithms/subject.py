@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout
 from prime_rl.orchestrator.scoring import stamp
+from prime_rl.registry.guards import Members
+from prime_rl.registry.shared_state import ClassState, own_classes
 from prime_rl.streams import StreamColumn, stream, stream_names
 from prime_rl.testing.scoring import MakeGroup, score_async
 
@@ -25,6 +27,12 @@ class Subject:
     config: PluginConfig
     make_group: MakeGroup
     make_host: Callable[[], Host]
+    classes: ClassState = field(init=False)
+    """The attributes of its class before anything was scored."""
+
+    def __post_init__(self) -> None:
+        own_types = own_classes(self.cls(self.config))
+        object.__setattr__(self, "classes", ClassState(own_types))
 
     def fresh(self) -> Algorithm:
         """A new instance."""
@@ -32,7 +40,7 @@ class Subject:
 
     def scored(self, rewards: Sequence[float], *plugins: object) -> list[Rollout]:
         """A new group, scored by a fresh instance, before stamping."""
-        return self.score(self.make_group(rewards), *plugins)
+        return self.score(Members(self.make_group(rewards)), *plugins)
 
     def score(self, group: list[Rollout], *plugins: object) -> list[Rollout]:
         """Score this group with a fresh instance."""
@@ -53,7 +61,7 @@ class Subject:
     ) -> None:
         """Score several groups with one fresh instance."""
         host = self.make_host()
-        asyncio.run(score_async(self.fresh(), groups, plugins, host, at_once=at_once))
+        asyncio.run(score_async(self.fresh(), groups, plugins=plugins, host=host, at_once=at_once))
 
     def remembers(self) -> bool:
         """Whether credit depends on groups scored before: ``order_dependent``, or measured."""
@@ -79,7 +87,8 @@ def streams(group: Group) -> Streams:
 
 
 def different(found: Streams, expected: Streams) -> str:
-    """The first stream that differs by more than rounding, and how; empty if none does."""
+    """The first stream that differs by more than rounding, and how it differs; empty if none
+    differs."""
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in ours | theirs:
             a = ours.get(name)

@@ -24,9 +24,9 @@ class Bench:
     ``ConfigError`` if they do not fit."""
 
     def __init__(self, cls: type[Engine], settings: Mapping[str, Any], where: str) -> None:
-        own = {key: value for key, value in settings.items() if key != "python"}
+        further = {key: value for key, value in settings.items() if key != "python"}
         self._python = Path(settings["python"]) if "python" in settings else None
-        self.engine = construct(cls, settings_of(cls, ENGINE, own, where))
+        self.engine = construct(cls, settings_of(cls, ENGINE, settings=further, where=where))
         self._stack = ExitStack()
         self._subject: EngineSubject | None = None
         self._failure: Exception | None = None
@@ -60,12 +60,14 @@ class Bench:
             named = isinstance(error, PrimeRLError)
             said = str(error) if named else f"{type(error).__name__}: {error}"
             first = next(iter(CHECKS))
-            return Report("engine", name, (Outcome(first, "It starts.", "failed", said),))
+            return Report(
+                "engine", name, (Outcome(first, "It starts.", status="failed", message=said),)
+            )
         finally:
             self.close()
 
 
 def not_started(cls: type[Engine]) -> Report:
     """The report of an engine that was not named: its checks start a server."""
-    outcome = Outcome("conformance", "", "skipped", f"{NOT_STARTED} {cls.name}")
+    outcome = Outcome("conformance", "", status="skipped", message=f"{NOT_STARTED} {cls.name}")
     return Report("engine", cls.name, (outcome,))

@@ -33,7 +33,7 @@ SENDS: tuple[Backend, ...] = ("gloo", "ipc")
 """What the kit can send by, without a GPU."""
 
 
-class Trainer:
+class TrainerRank:
     """Rank 0 of broadcasts, and the client that sends the engine to them."""
 
     def __init__(self, engine: EngineSubject, backend: Backend = "gloo") -> None:
@@ -54,7 +54,7 @@ class Trainer:
 
         if backend not in backends:
             raise NotApplicable(f"the engine receives by {backends}, the kit sends by {backend}")
-        self._backend = backend
+        self.backend = backend
         self._engine = engine
         self._member = Member()
         self._folder = engine.new_folder("meetings")
@@ -89,7 +89,7 @@ class Trainer:
         return BroadcastGroup(
             directory=str(self.new_folder()),
             group=str(self._group),
-            backend=self._backend,
+            backend=self.backend,
             rank=0,
             world_size=1 + self._workers,
             timeout=SECONDS,
@@ -122,19 +122,20 @@ class Trainer:
 def broadcast(engine: EngineSubject) -> str:
     """Weights from the trainer's memory serve like those of a folder, over several broadcasts on
     the same connections. Checked for each way that the engine lists and that needs no GPU."""
-    trainers = [Trainer(engine)]
+    trainers = [TrainerRank(engine)]
     with suppress(NotApplicable):
-        trainers += [Trainer(engine, backend) for backend in SENDS[1:]]
+        trainers += [TrainerRank(engine, backend) for backend in SENDS[1:]]
 
     gaps = []
     for number, trainer in enumerate(trainers):
         with other_weights(engine, seed=7) as folder:
             engine.ok(trainer.broadcast(read(folder)))
-            gaps.append(serves(engine, folder, "after a broadcast", 2 * number))
+            gaps.append(serves(engine, folder, what="after a broadcast", number=2 * number))
         engine.ok(trainer.broadcast(read(engine.model_folder)))
-        serves(engine, engine.model_folder, "after a broadcast back", 2 * number + 1)
+        serves(engine, engine.model_folder, what="after a broadcast back", number=2 * number + 1)
 
-    return f"largest gap {max(gaps):.2g}"
+    ways = " and ".join(trainer.backend for trainer in trainers)
+    return f"by {ways}, largest gap {max(gaps):.2g}"
 
 
 def refused_broadcast(engine: EngineSubject) -> None:
@@ -146,9 +147,14 @@ def refused_broadcast(engine: EngineSubject) -> None:
     for number, (what, tensors) in enumerate(
         (("a missing tensor", without), ("another shape", without | {name: sound[name][:-1]}))
     ):
-        answer = Trainer(engine).broadcast(tensors)
-        refused(answer, f"a broadcast with {what}", REFUSED, name)
-        serves(engine, engine.model_folder, f"after a broadcast with {what}", number)
+        answer = TrainerRank(engine).broadcast(tensors)
+        refused(answer, f"a broadcast with {what}", statuses=REFUSED, word=name)
+        serves(engine, engine.model_folder, what=f"after a broadcast with {what}", number=number)
 
-    refused(Trainer(engine).abort(), "an aborted broadcast", REFUSED, "the trainer is missing")
-    serves(engine, engine.model_folder, "after an aborted broadcast", 2)
+    refused(
+        TrainerRank(engine).abort(),
+        "an aborted broadcast",
+        statuses=REFUSED,
+        word="the trainer is missing",
+    )
+    serves(engine, engine.model_folder, what="after an aborted broadcast", number=2)

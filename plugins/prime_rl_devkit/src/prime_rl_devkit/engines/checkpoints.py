@@ -86,7 +86,7 @@ def _missing_shard(source: Path, target: Path) -> None:
     write(source, target, tensors)
     last = _last_matrix(tensors)
     shards = {name: "model-2.safetensors" if name == last else SINGLE for name in tensors}
-    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}), "utf-8")
 
 
 def _no_folder(source: Path, target: Path) -> None:
@@ -130,7 +130,7 @@ def write_adapter(source: Path, target: Path, *, rank: int = RANK, seed: int = 2
 
     target.mkdir(parents=True)
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    (target / "adapter_config.json").write_text(json.dumps(_adapter_config(source)))
+    (target / "adapter_config.json").write_text(json.dumps(_adapter_config(source)), "utf-8")
     return target
 
 

@@ -30,7 +30,7 @@ def sleep(engine: EngineSubject) -> None:
         made = engine.metric("generation_tokens") - before
         ended = running.done()
         engine.resume()
-        found = running.result().choices[0]
+        choice = running.result().choices[0]
 
     if made or ended:
         raise Broken(
@@ -38,7 +38,7 @@ def sleep(engine: EngineSubject) -> None:
             + " and a request ended" * ended
         )
 
-    if engine.exact and found.token_ids != free.token_ids:
+    if engine.exact and choice.token_ids != free.token_ids:
         raise Broken("a request that slept has other tokens than one that did not")
 
 
@@ -54,11 +54,16 @@ def sleeping_update(engine: EngineSubject) -> str:
         engine.ok(engine.admin("/wake_up"))
         engine.resume()
         if answer.is_success:
-            serves(engine, folder, "after an update of a sleeping engine", 1)
+            serves(engine, folder, what="after an update of a sleeping engine", number=1)
             return "taken while asleep"
 
-        refused(answer, "an update of a sleeping engine", (*REFUSED, 503), "")
-        serves(engine, engine.model_folder, "after a refused update of a sleeping engine", 1)
+        refused(answer, "an update of a sleeping engine", statuses=(*REFUSED, 503), word="")
+        serves(
+            engine,
+            engine.model_folder,
+            what="after a refused update of a sleeping engine",
+            number=1,
+        )
         return "refused while asleep"
 
 

@@ -46,7 +46,7 @@ def sampled_distribution(engine: EngineSubject) -> str:
             )
 
         tested += [] if far is None else [far]
-        _as_asked(engine, prompt, logprobs, setting)
+        _as_asked(engine, prompt, logprobs=logprobs, setting=setting)
 
     if not tested:
         raise NotApplicable("one token has nearly all probability at every setting")
@@ -72,12 +72,12 @@ def _draws(
 def _one_logprob_each(
     drawn: list[tuple[int, float]], bound: float, setting: dict[str, Any]
 ) -> dict[int, float]:
-    found: dict[int, float] = {}
+    logprobs: dict[int, float] = {}
     for token, logprob in drawn:
-        first = found.setdefault(token, logprob)
+        first = logprobs.setdefault(token, logprob)
         if abs(first - logprob) > 2 * bound:
             raise Broken(f"at {setting} token {token} is given logprob {first} and then {logprob}")
-    return found
+    return logprobs
 
 
 def _as_asked(
@@ -88,10 +88,11 @@ def _as_asked(
     rows = row.expand(len(logprobs), -1)
     gap = largest_gap(rows, [*logprobs], [*logprobs.values()], **setting)
     if not gap <= engine.bound:
-        found = "a token that is cut" if math.isinf(gap) else f"a gap of {gap:.3g}"
+        difference = "a token that is cut" if math.isinf(gap) else f"a gap of {gap:.3g}"
         raise Broken(
-            f"at {setting}: {found}, against transformers in float32 (at most {engine.bound:g}). "
-            "The order is temperature, top_k, min_p, and top_p over what they leave."
+            f"at {setting}: {difference}, against transformers in float32 (at most "
+            f"{engine.bound:g}). The order is temperature, top_k, min_p, and top_p over what they "
+            "leave."
         )
 
 
@@ -126,10 +127,10 @@ def alternatives(engine: EngineSubject) -> None:
     engine.need("alternatives")
     prompt = prompt_of(engine, 6)
     wanted = 5
-    found = engine.choice(prompt, max_tokens=6, seed=5, logprobs=wanted, temperature=0.8)
-    rows = engine.reference().logits([*prompt, *found.token_ids])[len(prompt) - 1 : -1]
-    for place, top in enumerate(found.top):
-        likely = {t: v for t, v in top.items() if t != found.token_ids[place]}
+    choice = engine.choice(prompt, max_tokens=6, seed=5, logprobs=wanted, temperature=0.8)
+    rows = engine.reference().logits([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
+    for place, top in enumerate(choice.top):
+        likely = {t: v for t, v in top.items() if t != choice.token_ids[place]}
         if len(top) < wanted or len(likely) > wanted:
             raise Broken(f"top_logprobs of token {place} are {top}, expected {wanted}")
         same = rows[place : place + 1].expand(len(top), -1)
@@ -155,11 +156,13 @@ def prompt_logprobs(engine: EngineSubject) -> str:
         )
         if reply.prompt_logprobs is None:
             raise Broken(f"prompt_logprobs {asked} is answered with null")
-        own = [row[token] for row, token in zip(reply.prompt_logprobs, prompt[1:], strict=True)]
+        of_prompt = [
+            row[token] for row, token in zip(reply.prompt_logprobs, prompt[1:], strict=True)
+        ]
         rows = engine.reference().logits(prompt)[:-1]
-        gaps.append(largest_gap(rows, prompt[1:], own))
+        gaps.append(largest_gap(rows, prompt[1:], of_prompt))
         _within(engine, gaps[-1], f"prompt_logprobs of {length} tokens")
-        gaps += _most_likely(engine, rows, reply.prompt_logprobs, asked)
+        gaps += _most_likely(engine, rows, found=reply.prompt_logprobs, wanted=asked)
 
     return f"largest gap {max(gaps):.2g} (at most {engine.bound:g})"
 

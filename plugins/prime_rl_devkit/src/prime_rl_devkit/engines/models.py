@@ -78,7 +78,7 @@ def write_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     path = folder / "tokenizer.json"
-    path.write_text(json.dumps(_byte_level()))
+    path.write_text(json.dumps(_byte_level()), "utf-8")
     fast = PreTrainedTokenizerFast(
         tokenizer_file=str(path), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )

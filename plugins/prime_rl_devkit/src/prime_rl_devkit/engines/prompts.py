@@ -25,7 +25,7 @@ def prompt_of(engine: EngineSubject, length: int, number: int = 0) -> list[int]:
 
 
 def lively(engine: EngineSubject, nats: float = 2.5, tries: int = 24) -> list[int]:
-    """Of ``tries`` prompts, the one whose next token has an entropy nearest to ``nats``."""
+    """Among ``tries`` prompts, the one whose next token has an entropy nearest to ``nats``."""
     reference = engine.reference()
 
     def entropy(prompt: list[int]) -> float:

@@ -93,7 +93,8 @@ class Reference:
 def largest_gap(
     logits: Tensor, token_ids: Sequence[int], found: Sequence[float], **sampling: Any
 ) -> float:
-    """Of the log-probabilities ``found`` of tokens [T] from those that logits [T, V] give."""
+    """Largest distance of the log-probabilities ``found`` [T] from those that logits [T, V]
+    give."""
     import torch
 
     index = torch.tensor(list(token_ids))[:, None]

@@ -34,14 +34,14 @@ class Reply:
 
     choices: list[Choice]
     prompt_logprobs: list[dict[int, float]] | None
-    """Of each prompt token but the first: its own entry first."""
+    """For each prompt token but the first, its own entry first."""
     cached_tokens: int | None
 
 
 def read_reply(data: Any, body: Mapping[str, Any]) -> Reply:
     """Raises ``Broken`` with the invalid field."""
     params = body["sampling_params"]
-    choices = _of(data, "choices", list, "the reply")
+    choices = _of(data, "choices", kind=list, where="the reply")
     wanted = params.get("n") or 1
     if len(choices) != wanted:
         raise Broken(f"n is {wanted} and the reply has {len(choices)} choices")
@@ -65,15 +65,20 @@ def _of(data: Any, key: str, kind: type, where: str) -> Any:
 
 def _choice(raw: Any, place: int, params: Mapping[str, Any]) -> Choice:
     where = f"choices[{place}]"
-    token_ids = _of(raw, "token_ids", list, where)
+    token_ids = _of(raw, "token_ids", kind=list, where=where)
     if raw.get("index") != place:
         raise Broken(f"{where}.index is {raw.get('index')!r}")
     finish = raw.get("finish_reason")
     if finish not in ("stop", "length"):
         raise Broken(f"{where}.finish_reason is {finish!r}, expected 'stop' or 'length'")
-    logprobs, top = _logprobs(raw, token_ids, params.get("logprobs"), where)
+    logprobs, top = _logprobs(raw, token_ids, asked=params.get("logprobs"), where=where)
     return Choice(
-        token_ids, logprobs, top, finish, raw.get("stop_reason"), _versions(raw, token_ids, where)
+        token_ids,
+        logprobs,
+        top=top,
+        finish_reason=finish,
+        stop_reason=raw.get("stop_reason"),
+        versions=_versions(raw, token_ids, where),
     )
 
 
@@ -85,7 +90,12 @@ def _logprobs(
             raise Broken(f"{where}.logprobs is there without a request; expected null")
         return [], []
 
-    content = _of(_of(raw, "logprobs", dict, where), "content", list, f"{where}.logprobs")
+    content = _of(
+        _of(raw, "logprobs", kind=dict, where=where),
+        "content",
+        kind=list,
+        where=f"{where}.logprobs",
+    )
     if len(content) != len(token_ids):
         raise Broken(f"{where} has {len(token_ids)} tokens and {len(content)} logprobs")
     for i, (entry, token) in enumerate(zip(content, token_ids, strict=True)):
@@ -111,40 +121,40 @@ def _finite(value: Any, place: str) -> None:
 
 
 def _versions(raw: Any, token_ids: Sequence[int], where: str) -> list[tuple[str, int, int]]:
-    spans = _of(raw, "weight_versions", list, where)
+    spans = _of(raw, "weight_versions", kind=list, where=where)
     try:
-        found = [(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans]
+        versions = [(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans]
     except (KeyError, TypeError, ValueError) as error:
         raise Broken(
             f"{where}.weight_versions is {spans}; expected spans "
             '{"version": "3", "start": 0, "end": 5}'
         ) from error
 
-    edges = [0, *(end for _, _, end in found)]
-    if [start for _, start, _ in found] != edges[:-1] or edges[-1] != len(token_ids):
+    edges = [0, *(end for _, _, end in versions)]
+    if [start for _, start, _ in versions] != edges[:-1] or edges[-1] != len(token_ids):
         raise Broken(
             f"{where}.weight_versions is {spans}; expected spans [start, end) that cover all "
             f"{len(token_ids)} tokens without gaps"
         )
 
-    return found
+    return versions
 
 
 def _usage(data: Mapping[str, Any], body: Mapping[str, Any], choices: Sequence[Choice]) -> None:
-    usage = _of(data, "usage", dict, "the reply")
+    usage = _of(data, "usage", kind=dict, where="the reply")
     prompt = len(body["token_ids"])
     sampled = sum(len(c.token_ids) for c in choices)
     expected = {"prompt_tokens": prompt, "completion_tokens": sampled}
-    found = {key: usage.get(key) for key in expected}
-    if found != expected:
-        raise Broken(f"usage is {found}, expected {expected}")
+    reported = {key: usage.get(key) for key in expected}
+    if reported != expected:
+        raise Broken(f"usage is {reported}, expected {expected}")
 
 
 def _scores(scores: Any, prompt: Sequence[int]) -> list[dict[int, float]]:
     """Without the first entry, which has to be null."""
     if not isinstance(scores, list) or len(scores) != len(prompt):
-        found = f"{len(scores)} entries" if isinstance(scores, list) else repr(scores)[:100]
-        raise Broken(f"prompt_logprobs: {found}, expected one for each of {len(prompt)} tokens")
+        shown = f"{len(scores)} entries" if isinstance(scores, list) else repr(scores)[:100]
+        raise Broken(f"prompt_logprobs: {shown}, expected one for each of {len(prompt)} tokens")
 
     if scores[0] is not None:
         raise Broken(f"prompt_logprobs[0] is {scores[0]}; nothing comes before it: expected null")

@@ -47,10 +47,10 @@ def bad_requests(engine: EngineSubject) -> None:
     ]
     for what, change, statuses, word in wrong:
         body = {key: value for key, value in (good | change).items() if value is not ...}
-        refused(engine.post(body), what, statuses, word)
+        refused(engine.post(body), what, statuses=statuses, word=word)
 
     text = engine.http.post(GENERATE, content=b"{", headers=engine.headers())
-    refused(text, "a body that is no JSON", (400, 422), "")
+    refused(text, "a body that is no JSON", statuses=(400, 422), word="")
     engine.reply([1, 2, 3], max_tokens=1)
 
 
@@ -85,15 +85,15 @@ def overlong_prompt(engine: EngineSubject) -> None:
     room = engine.max_model_len
     for length in (room, room + 10):
         body = engine.body(prompt_of(engine, length), max_tokens=1)
-        refused(engine.post(body), f"{length} tokens", (400,), str(room))
+        refused(engine.post(body), f"{length} tokens", statuses=(400,), word=str(room))
 
     cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (40, {}), (5, {"max_tokens": room})]
     for left, asked in cases:
-        found = engine.choice(prompt_of(engine, room - left), **asked)
-        if len(found.token_ids) != left or found.finish_reason != "length":
+        choice = engine.choice(prompt_of(engine, room - left), **asked)
+        if len(choice.token_ids) != left or choice.finish_reason != "length":
             raise Broken(
                 f"a prompt of {room - left} of {room} tokens, with {asked or 'no max_tokens'}: "
-                f"{len(found.token_ids)} tokens and {found.finish_reason!r}, expected {left} and "
+                f"{len(choice.token_ids)} tokens and {choice.finish_reason!r}, expected {left} and "
                 "'length'"
             )
 
@@ -114,7 +114,7 @@ def admin_key(engine: EngineSubject) -> None:
             body = {"weight_dir": str(engine.model_folder), "version": engine.version + 1}
             answer = engine.http.post(route, json=body, headers=headers)
             engine.moved |= answer.is_success
-            refused(answer, what, statuses, "")
+            refused(answer, what, statuses=statuses, word="")
 
     engine.reply([1, 2], max_tokens=1)  # not paused
     before = engine.version
@@ -131,7 +131,7 @@ def sampling_key(engine: EngineSubject) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         what = "a wrong key" if headers else "no key"
         answer = engine.http.post(GENERATE, json=body, headers=headers)
-        refused(answer, what, (401, 403), "")
+        refused(answer, what, statuses=(401, 403), word="")
 
 
 def command_line(engine: EngineSubject) -> None:

@@ -14,11 +14,11 @@ from prime_rl_devkit.verdicts import Broken, NotApplicable
 def max_tokens(engine: EngineSubject) -> None:
     """``max_tokens`` ends a completion with 'length', at exactly that number."""
     for wanted in (1, 2, 17):
-        found = engine.choice(prompt_of(engine, 4), max_tokens=wanted, seed=1)
-        if len(found.token_ids) != wanted or found.finish_reason != "length":
+        choice = engine.choice(prompt_of(engine, 4), max_tokens=wanted, seed=1)
+        if len(choice.token_ids) != wanted or choice.finish_reason != "length":
             raise Broken(
-                f"max_tokens {wanted} gives {len(found.token_ids)} tokens and "
-                f"{found.finish_reason!r}, expected {wanted} and 'length'"
+                f"max_tokens {wanted} gives {len(choice.token_ids)} tokens and "
+                f"{choice.finish_reason!r}, expected {wanted} and 'length'"
             )
 
 
@@ -30,8 +30,8 @@ def stop_tokens(engine: EngineSubject) -> None:
     stop = free.token_ids[7]
     end = free.token_ids.index(stop) + 1
     unused = next(i for i in range(10, 250) if i not in free.token_ids)
-    found = engine.choice(prompt, max_tokens=24, seed=2, stop_token_ids=[unused, stop])
-    _ends_with(found, free, end, stop, "stop_token_ids")
+    choice = engine.choice(prompt, max_tokens=24, seed=2, stop_token_ids=[unused, stop])
+    _ends_with(choice, free, end=end, stop=stop, what="stop_token_ids")
 
 
 def end_of_sequence(engine: EngineSubject) -> None:
@@ -49,9 +49,9 @@ def end_of_sequence(engine: EngineSubject) -> None:
             del again["sampling_params"]["ignore_eos"]
             (found,) = engine.replies([again])[0].choices
             token = free.token_ids[places[0]]
-            return _ends_with(found, free, places[0] + 1, token, "the model's eos")
+            return _ends_with(found, free, end=places[0] + 1, stop=token, what="the model's eos")
 
-    raise NotApplicable(f"none of {sorted(ids)} came up in {len(bodies)} samples: nothing to see")
+    raise NotApplicable(f"none of {sorted(ids)} was sampled in {len(bodies)} replies")
 
 
 def _ends_with(found: Choice, free: Choice, end: int, stop: int, what: str) -> None:
@@ -73,7 +73,7 @@ def min_tokens(engine: EngineSubject) -> None:
     fewest = 6
     stops = engine.choice(prompt, max_tokens=4, temperature=0.0).token_ids
     for seed in range(4):
-        found = engine.choice(
+        choice = engine.choice(
             prompt,
             max_tokens=12,
             min_tokens=fewest,
@@ -81,26 +81,26 @@ def min_tokens(engine: EngineSubject) -> None:
             seed=seed,
             temperature=0.0 if seed == 0 else 0.5,
         )
-        early = [t for t in found.token_ids[:fewest] if t in stops]
-        if len(found.token_ids) < fewest or early:
+        early = [t for t in choice.token_ids[:fewest] if t in stops]
+        if len(choice.token_ids) < fewest or early:
             raise Broken(
-                f"min_tokens {fewest} with the stop tokens {stops} gives {found.token_ids}"
+                f"min_tokens {fewest} with the stop tokens {stops} gives {choice.token_ids}"
             )
 
 
 def greedy(engine: EngineSubject) -> str:
     """Temperature 0 takes the most likely token, and reports its logprob at temperature 1."""
     prompt = prompt_of(engine, 8)
-    found = engine.choice(prompt, max_tokens=24, temperature=0.0, top_p=0.5)
-    rows = engine.reference().logits([*prompt, *found.token_ids])[len(prompt) - 1 : -1]
+    choice = engine.choice(prompt, max_tokens=24, temperature=0.0, top_p=0.5)
+    rows = engine.reference().logits([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
     logprobs = rows.log_softmax(-1)
     best = logprobs.max(-1).values.tolist()
-    for i, token in enumerate(found.token_ids):
+    for i, token in enumerate(choice.token_ids):
         short = best[i] - float(logprobs[i, token])
         if short > 2 * engine.bound:
             raise Broken(f"token {i} is {token}, which is {short:.3g} nats from the most likely")
 
-    gap = max(abs(a - b) for a, b in zip(found.logprobs, best, strict=True))
+    gap = max(abs(a - b) for a, b in zip(choice.logprobs, best, strict=True))
     if gap > engine.bound:
         raise Broken(
             f"a greedy logprob differs by {gap:.3g} (at most {engine.bound:g}) from the model's at "
@@ -137,10 +137,10 @@ def choices(engine: EngineSubject) -> None:
     prompt = prompt_of(engine, 5)
     reply = engine.reply(prompt, max_tokens=6, n=4, seed=40)
     single = [engine.choice(prompt, max_tokens=6, seed=40 + i).token_ids for i in range(4)]
-    found = [choice.token_ids for choice in reply.choices]
-    same = sum(a == b for a, b in zip(found, single, strict=True))
+    token_ids = [choice.token_ids for choice in reply.choices]
+    same = sum(a == b for a, b in zip(token_ids, single, strict=True))
     if same < (4 if engine.exact else 2):
-        raise Broken(f"n=4 with seed 40 gives {found}, seeds 40 to 43 give {single}")
+        raise Broken(f"n=4 with seed 40 gives {token_ids}, seeds 40 to 43 give {single}")
 
 
 SHAPING: tuple[dict[str, Any], ...] = (
@@ -158,7 +158,7 @@ def nothing_ignored(engine: EngineSubject) -> str:
         body = engine.body(prompt_of(engine, 4), max_tokens=8, seed=3, **shaping)
         answer = engine.post(body)
         if answer.status_code == 400:
-            refused(answer, key, (400,), key)
+            refused(answer, key, statuses=(400,), word=key)
             continue
 
         tokens = engine.ok(answer)["choices"][0]["token_ids"]

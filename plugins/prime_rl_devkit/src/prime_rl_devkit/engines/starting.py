@@ -49,20 +49,22 @@ def started(
     port = free_ports(1)[0]
     lacks = dict(engine.lacks) | dict(facts.pop("lacks", {}))
     engine.check(python)
-    launch = _launch(model, port, max_model_len, python, can_sleep="sleep" not in lacks)
+    launch = _launch(
+        model, port, max_model_len=max_model_len, python=python, can_sleep="sleep" not in lacks
+    )
     command = engine.command(launch)
     log = work_folder / "engine.log"
     process = _spawn(command, log, env or {})
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_healthy(url, process, log, ready_timeout)
+        _wait_healthy(url, process, log=log, timeout=ready_timeout)
         facts.setdefault("dtype", _dtype(engine))
         subject = EngineSubject(
             url,
             model,
-            work_folder,
-            ADMIN,
-            SAMPLING,
+            work_folder=work_folder,
+            admin_key=ADMIN,
+            api_key=SAMPLING,
             lacks=lacks,
             process=process,
             argv=command.argv,
@@ -135,7 +137,7 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-TAIL:]
+    return log.read_text("utf-8", errors="replace")[-TAIL:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -81,7 +81,7 @@ def run_check(engine: EngineSubject, name: str) -> Outcome:
     except (Broken, httpx.HTTPError) as error:
         if outcome.status != "failed":
             said = f"afterwards the engine cannot load its first weights again: {error}"
-            return Outcome(name, outcome.promise, "failed", said, error)
+            return Outcome(name, outcome.promise, status="failed", message=said, error=error)
 
     return outcome
 

@@ -58,7 +58,7 @@ def abort(engine: EngineSubject) -> str:
     alone = engine.replies([neighbour])[0].choices[0]
     before = engine.metric("generation_tokens")
     others = 8
-    beside = asyncio.run(_leave(engine, neighbour, others, long))
+    beside = asyncio.run(_leave(engine, neighbour, others=others, long=long))
 
     def idle() -> bool:
         engine.reply([1], max_tokens=1)  # some engines count only when they step

@@ -34,8 +34,9 @@ def gap_to(engine: EngineSubject, folder: Path, number: int = 0) -> float:
     gaps = []
     for length in (5, 24):
         prompt = prompt_of(engine, length, number)
-        found = engine.choice(prompt, f"{engine.version}/{number}", max_tokens=24, seed=number)
-        gaps.append(reference.gap(prompt, found.token_ids, found.logprobs))
+        choice = engine.choice(prompt, f"{engine.version}/{number}", max_tokens=24, seed=number)
+        gaps.append(reference.gap(prompt, choice.token_ids, choice.logprobs))
+
     return max(gaps)
 
 
@@ -65,7 +66,7 @@ def weight_update(engine: EngineSubject) -> str:
             raise Broken(f"after update {engine.version} the versions are {again.versions}")
 
     engine.update(engine.model_folder)
-    serves(engine, engine.model_folder, "after an update back", 1)
+    serves(engine, engine.model_folder, what="after an update back", number=1)
     return f"largest gap {gap:.2g}; an update took {1000 * seconds:.0f} ms"
 
 
@@ -87,9 +88,14 @@ def damaged_weights(engine: EngineSubject) -> None:
             engine.pause()
             answer = engine.load(folder)
             engine.resume()
-            refused(answer, what, REFUSED, "")
+            refused(answer, what, statuses=REFUSED, word="")
             _version_is(engine, f"an update with {what} was refused; the version belongs")
-            serves(engine, engine.model_folder, f"after an update with {what} was refused", number)
+            serves(
+                engine,
+                engine.model_folder,
+                what=f"after an update with {what} was refused",
+                number=number,
+            )
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -99,43 +105,52 @@ def pause(engine: EngineSubject) -> None:
     long = engine.max_model_len - 16
     prompt = prompt_of(engine, 4)
     started = time.monotonic()
-    free = engine.choice(prompt, max_tokens=long, seed=4)
-    whole = time.monotonic() - started
+    unpaused = engine.choice(prompt, max_tokens=long, seed=4)
+    seconds = time.monotonic() - started
+
     with engine.running(engine.body(prompt, max_tokens=long, seed=4)) as old:
         engine.pause()
         before = settled(engine)
         if old.done():
             raise Broken(f"a request of {long} tokens ended under /pause, or before it could come")
+
         with engine.held(engine.body(prompt, max_tokens=3, seed=5)) as new:
-            time.sleep(max(0.1, whole))  # an engine that samples would be through
-            made = engine.metric("generation_tokens") - before
-            early = [each for each in (old, new) if each.done()]
+            time.sleep(max(0.1, seconds))  # an engine that samples would be through
+            sampled = engine.metric("generation_tokens") - before
+            ended = [request for request in (old, new) if request.done()]
             engine.resume()
-            if made or early:
+            if sampled or ended:
                 raise Broken(
-                    f"while paused {made:.0f} tokens were sampled and {len(early)} requests ended"
+                    f"while paused {sampled:.0f} tokens were sampled and {len(ended)} requests "
+                    "ended"
                 )
             new.result()
 
-        found = old.result().choices[0]
+        paused = old.result().choices[0]
 
-    if engine.exact and found.token_ids != free.token_ids:
-        at = _parting(found, free)
+    if engine.exact and paused.token_ids != unpaused.token_ids:
+        at = _parting(paused, unpaused)
         raise Broken(f"a request that was paused has other tokens, from number {at} on")
 
 
 def settled(engine: EngineSubject) -> float:
     """``generation_tokens``; some engines count a step a moment after it."""
-    value = -1.0
-    while (now := engine.metric("generation_tokens")) != value:
-        value = now
+    before = -1.0
+    now = engine.metric("generation_tokens")
+    while now != before:
+        before = now
         time.sleep(0.1)
-    return value
+        now = engine.metric("generation_tokens")
+    return now
 
 
 def _parting(one: Choice, other: Choice) -> int:
-    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one.token_ids), len(other.token_ids)))
+    """The first place at which they differ."""
+    shorter = min(len(one.token_ids), len(other.token_ids))
+    for place in range(shorter):
+        if one.token_ids[place] != other.token_ids[place]:
+            return place
+    return shorter
 
 
 def in_flight(engine: EngineSubject) -> str:
@@ -148,10 +163,10 @@ def in_flight(engine: EngineSubject) -> str:
     with other_weights(engine) as folder:
         with engine.running(engine.body(prompt, str(old), max_tokens=length, seed=6)) as running:
             engine.update(folder)
-            found = running.result().choices[0]
-        _both_versions(found, old, engine.version, length)
-        swap = found.versions[0][2]
-        gaps = _gaps_across(engine, folder, prompt, found, swap)
+            choice = running.result().choices[0]
+        _both_versions(choice, old, new=engine.version, length=length)
+        swap = choice.versions[0][2]
+        gaps = _gaps_across(engine, folder, prompt=prompt, choice=choice, swap=swap)
 
     if gaps["before"] > engine.bound or gaps["kept"] > engine.bound:
         said = ""
@@ -167,21 +182,21 @@ def in_flight(engine: EngineSubject) -> str:
     return f"updated after {swap} of {length} tokens; largest gap {gap:.2g}"
 
 
-def _both_versions(found: Choice, old: int, new: int, length: int) -> None:
-    versions = [version for version, _, _ in found.versions]
-    if len(found.token_ids) != length or versions != [str(old), str(new)]:
+def _both_versions(choice: Choice, old: int, new: int, length: int) -> None:
+    versions = [version for version, _, _ in choice.versions]
+    if len(choice.token_ids) != length or versions != [str(old), str(new)]:
         raise Broken(
             f"a request of {length} tokens that lived through the update from {old} to {new} has "
-            f"{len(found.token_ids)} tokens, of versions {found.versions}"
+            f"{len(choice.token_ids)} tokens, of versions {choice.versions}"
         )
 
 
 def _gaps_across(
-    engine: EngineSubject, folder: Path, prompt: list[int], found: Choice, swap: int
+    engine: EngineSubject, folder: Path, prompt: list[int], choice: Choice, swap: int
 ) -> dict[str, float]:
     """Before the swap; after it if the KV was kept; after it if it was computed again."""
-    tokens = found.token_ids
-    logprobs = found.logprobs
+    tokens = choice.token_ids
+    logprobs = choice.logprobs
     every = [*prompt, *tokens]
     first = engine.reference()
     new = engine.reference(folder)
@@ -208,14 +223,15 @@ def cache_salt(engine: EngineSubject) -> str:
             f"logprobs {gap:.3g} apart"
         )
 
+    # The old request still runs when the new one asks for the same prompt under another salt.
     long = engine.body(prompt, "a", max_tokens=engine.max_model_len - 80, seed=8)
     with other_weights(engine) as folder:
         with engine.running(long) as running:
             engine.update(folder)
             reply = engine.reply(prompt, "b", max_tokens=4, seed=9)
             running.result()
-        (found,) = reply.choices
-        gap = engine.reference(folder).gap(prompt, found.token_ids, found.logprobs)
+        (choice,) = reply.choices
+        gap = engine.reference(folder).gap(prompt, choice.token_ids, choice.logprobs)
 
     if gap > engine.bound:
         raise Broken(
@@ -238,12 +254,14 @@ def adapter(engine: EngineSubject) -> str:
     whole = checkpoints.merged(base, folder, engine.new_folder("merged"))
     for number in range(2):
         engine.update(folder)
-        gap = serves(engine, whole, f"with an adapter, update {number + 1} of 2", number)
+        gap = serves(
+            engine, whole, what=f"with an adapter, update {number + 1} of 2", number=number
+        )
 
     wrong = checkpoints.write_adapter(base, engine.new_folder("wrong"), rank=checkpoints.RANK + 1)
     answer = engine.load(wrong)
-    refused(answer, "an adapter of another rank than its config says", REFUSED, "")
-    serves(engine, whole, "after a wrong adapter was refused", 2)
+    refused(answer, "an adapter of another rank than its config says", statuses=REFUSED, word="")
+    serves(engine, whole, what="after a wrong adapter was refused", number=2)
     engine.update(base)
-    serves(engine, base, "after a whole model again", 3)
+    serves(engine, base, what="after a whole model again", number=3)
     return f"largest gap {gap:.2g}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prime_rl_devkit.lab.fit import Fit, fit
+from prime_rl_devkit.lab.fit import UNKNOWN, Fit, Within, fit
 from prime_rl_devkit.lab.problem import NAMES, Floats, Problem, Question
 from prime_rl_devkit.lab.proof import Estimate
 from prime_rl_devkit.lab.updates import Updates
@@ -28,9 +28,13 @@ class Part:
         rollouts."""
         self.goal: Floats | None = np.zeros(logits.size)
         self.probability = self.square = self.divisor = self.off_mask = 0.0
+        self.divides_by_length = True
+        """Whether the trainer's divisor depends on lengths only."""
         self.metrics: dict[str, float] = {}
         self.acts = np.repeat(question.is_action, len(NAMES)).astype(np.float64)
         """[P] 1.0 for parameters of states in which the policy acts."""
+        self.left: dict[int, tuple[Floats, Floats | None]] = {}
+        """By the number of rollouts that are left of a group: update and goal."""
 
     def add(self, weights: Floats, each: Updates, size: int) -> None:
         """Groups with their probabilities [M], of ``size`` rollouts or what is left of them."""
@@ -45,9 +49,20 @@ class Part:
 
 
 def estimate(
-    problem: Problem, size: int, lag: int, kind: str, parts: Sequence[Part], of_reward: bool
+    problem: Problem,
+    size: int,
+    lag: int,
+    kind: str,
+    parts: Sequence[Part],
+    *,
+    of_reward: bool,
+    is_linear: bool | None = None,
+    likely: Sequence[str] = (),
+    within: Within = UNKNOWN,
 ) -> Estimate:
-    """All questions of a problem together; ``of_reward``: the objective is the expected reward."""
+    """All questions of a problem together. ``of_reward``: the objective is the expected reward;
+    ``is_linear``: credit is linear in the rewards, None if that is not known. ``likely``: causes
+    that earlier problems have shown. ``within``: how the credit of a reply is spread."""
     off_mask = sum(part.off_mask for part in parts) / len(parts)
     # Observations that a loss imitates are no part of the estimate; those of a fault are.
     kept = [part.acts if off_mask < 1e-9 else np.ones(len(part.acts)) for part in parts]
@@ -60,7 +75,21 @@ def estimate(
     if len(goals) == len(parts):
         questions = [part.question for part in parts]
         at = [part.logits for part in parts]
-        fits = [fit(questions, found, goals, at) for found in (one, many)]
+        # A divisor that counts something else than lengths may depend on the rewards.
+        by_length = all(part.divides_by_length for part in parts)
+        of_one = is_linear if by_length else None
+        fits = [
+            fit(questions, one, goals=goals, at=at, is_linear=of_one, likely=likely, within=within),
+            fit(
+                questions,
+                many,
+                goals=goals,
+                at=at,
+                is_linear=is_linear,
+                likely=likely,
+                within=within,
+            ),
+        ]
 
     noise = _noise(parts, fits[0], divisor)
     against = {}
@@ -80,9 +109,32 @@ def estimate(
         against=against,
         off_mask=off_mask,
         observed=math.sqrt(observed / total) if total else 0.0,
+        divides_by_length=all(part.divides_by_length for part in parts),
         metrics=_mean_metrics(parts),
         rewards={p.question.name: float(mean) for p, mean in zip(parts, means, strict=True)},
+        left=_left(parts, kept),
     )
+
+
+def _left(parts: Sequence[Part], kept: Sequence[Floats]) -> dict[int, tuple[float, float]]:
+    """Cosine and residual of the update by the groups with so many rollouts; those without an
+    update are missing."""
+    found = {}
+    for m in parts[0].left:
+        update = np.concatenate([p.left[m][0] * mask for p, mask in zip(parts, kept, strict=True)])
+        goals = [p.left[m][1] for p in parts]
+        if any(goal is None for goal in goals):
+            continue
+        goal = np.concatenate([each for each in goals if each is not None])
+        size = float(np.linalg.norm(update))
+        length = float(np.linalg.norm(goal))
+        if size < 1e-9 * max(1.0, length) or not length:
+            continue
+        scale = float(update @ goal) / length**2
+        residual = float(np.linalg.norm(update - scale * goal)) / size
+        found[m] = (float(update @ goal) / size / length, residual)
+
+    return found
 
 
 def _mean_metrics(parts: Sequence[Part]) -> dict[str, float]:
@@ -114,11 +166,11 @@ def _references(parts: Sequence[Part], size: int) -> dict[str, float]:
         r = part.question.rewards
         squares = (scores**2).sum(1)
         gradient = (p * r) @ scores
-        own = float(gradient @ gradient)
-        length += own
-        variances["reinforce"] += (float((p * r**2) @ squares) - own) / size
+        norm_squared = float(gradient @ gradient)
+        length += norm_squared
+        variances["reinforce"] += (float((p * r**2) @ squares) - norm_squared) / size
         if size > 1:
-            variances["rloo"] += rloo_square(p, r, scores, size) - own
+            variances["rloo"] += rloo_square(p, r, scores=scores, size=size) - norm_squared
 
     return {name: variance / length for name, variance in variances.items()}
 

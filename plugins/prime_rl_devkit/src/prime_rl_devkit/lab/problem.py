@@ -28,10 +28,12 @@ A, B, STOP, X, Y = range(5)
 PROMPT = 5
 """The token of every prompt."""
 LONGEST = 3
+ENV = "test"
+OTHER_ENV = "other"
 
 
 @dataclass(frozen=True)
-class Reply:
+class PossibleReply:
     """One possible reply, the environment's tokens included."""
 
     tokens: tuple[int, ...]
@@ -53,7 +55,7 @@ class Question:
     """One prompt: every reply with its reward, and the policy's logits after every prefix."""
 
     name: str
-    replies: tuple[Reply, ...]
+    replies: tuple[PossibleReply, ...]
     logits: Floats
     """[S, V]; -inf where a token cannot follow."""
 
@@ -96,11 +98,13 @@ class Question:
     @cached_property
     def counts(self) -> Floats:
         """[K, P] how often each reply takes each action."""
-        found = np.zeros((len(self.replies), *self.logits.shape))
+        scores = np.zeros((len(self.replies), *self.logits.shape))
         for k, (states, tokens) in enumerate(self.places):
-            for state, token, own in zip(states, tokens, self.replies[k].sampled, strict=True):
-                found[k, state, token] += own
-        return found.reshape(len(found), -1)
+            for state, token, is_sampled in zip(
+                states, tokens, self.replies[k].sampled, strict=True
+            ):
+                scores[k, state, token] += is_sampled
+        return scores.reshape(len(scores), -1)
 
     def probabilities(self, logits: Floats) -> Floats:
         """[K] of the replies under a policy."""
@@ -111,8 +115,8 @@ class Question:
     def scores(self, logits: Floats) -> Floats:
         """[K, P] the gradient of each reply's log-probability."""
         taken = self.counts.reshape(-1, *logits.shape)
-        found = taken - taken.sum(2, keepdims=True) * np.exp(log_softmax(logits))
-        return np.asarray(found.reshape(len(found), -1))
+        scores = taken - taken.sum(2, keepdims=True) * np.exp(log_softmax(logits))
+        return np.asarray(scores.reshape(len(scores), -1))
 
     @cached_property
     def values(self) -> Floats:
@@ -132,12 +136,15 @@ class Question:
     def columns(self) -> list[dict[str, Any]]:
         """What the sample of each reply holds."""
         table = log_softmax(self.logits)
-        found = []
+        messages = []
         for reply, (states, tokens) in zip(self.replies, self.places, strict=True):
             mask = np.array([False, *reply.sampled])
             logprobs = np.where(mask, np.append(0.0, table[states, tokens]), 0.0)
-            roles = ["user", *("assistant" if own else "tool" for own in reply.sampled)]
-            found.append(
+            roles = [
+                "user",
+                *("assistant" if is_sampled else "tool" for is_sampled in reply.sampled),
+            ]
+            messages.append(
                 {
                     "token_ids": np.array([PROMPT, *reply.tokens], np.int32),
                     "loss_mask": mask,
@@ -148,22 +155,39 @@ class Question:
                 }
             )
 
-        return found
+        return messages
 
-    def rollout(self, k: int, group_id: int = 0) -> Rollout:
+    def rewarded(self, name: str, factor: float, more: Floats) -> Question:
+        """The same question with ``factor`` times its rewards, plus ``more`` [K] at the end."""
+        replies = []
+        for reply, extra in zip(self.replies, more.tolist(), strict=True):
+            turns = tuple(factor * reward for reward in reply.turn_rewards)
+            if turns:
+                turns = (*turns[:-1], turns[-1] + extra)
+            reward = factor * reply.reward + extra
+            replies.append(replace(reply, reward=reward, turn_rewards=turns))
+
+        return Question(f"{self.name}: {name}", tuple(replies), self.logits)
+
+    @cached_property
+    def is_cut_off(self) -> npt.NDArray[np.bool_]:
+        """[K] whether a reply ends at the limit, without a stop token."""
+        return np.array([reply.tokens[-1] != STOP for reply in self.replies])
+
+    def rollout(self, k: int, group_id: int = 0, example_id: int = 0, env: str = ENV) -> Rollout:
         """Reply ``k`` as the policy samples it."""
         reply = self.replies[k]
         states = self.places[k][0]
         sample = Sample(**{name: column.copy() for name, column in self.columns[k].items()})
         rewards = {str(2 * n + 1): reward for n, reward in enumerate(reply.turn_rewards)}
         return Rollout(
-            env="test",
-            example_id=0,
+            env=env,
+            example_id=example_id,
             group_id=group_id,
             reward=reply.reward,
             samples=[sample],
             num_turns=1 + int(self.turns[states[-1]]),
-            is_truncated=reply.tokens[-1] != STOP,
+            is_truncated=bool(self.is_cut_off[k]),
             info={TURN_REWARDS: rewards} if rewards else {},
             task={"prompt": "?", "answer": "b", "demonstration": "b"},
         )
@@ -175,13 +199,13 @@ def log_softmax(logits: Floats) -> Floats:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
 
 
-def prefixes(replies: Sequence[Reply]) -> list[tuple[int, ...]]:
+def prefixes(replies: Sequence[PossibleReply]) -> list[tuple[int, ...]]:
     """Every prefix that a token follows, in order."""
     return sorted({r.tokens[:t] for r in replies for t in range(len(r.tokens))})
 
 
 def make_question(
-    name: str, replies: Sequence[Reply], seed: int, skill: float = 0.0, spread: float = 0.7
+    name: str, replies: Sequence[PossibleReply], seed: int, skill: float = 0.0, spread: float = 0.7
 ) -> Question:
     """A question whose policy has random logits. ``skill`` is added to the logit of ``b``, and
     after a ``b`` to that of the stop token."""
@@ -199,18 +223,18 @@ def make_question(
 
 def plain_replies(
     reward: Callable[[tuple[int, ...]], float], longest: int = LONGEST
-) -> list[Reply]:
+) -> list[PossibleReply]:
     """Every reply of one turn: 15 of them, or 7 of at most 2 tokens."""
-    found: list[tuple[int, ...]] = []
+    replies: list[tuple[int, ...]] = []
     open_ends: list[tuple[int, ...]] = [()]
     while open_ends:
         prefix = open_ends.pop(0)
         for token in (A, B, STOP):
             reply = (*prefix, token)
             ends = token == STOP or len(reply) == longest
-            (found if ends else open_ends).append(reply)
+            (replies if ends else open_ends).append(reply)
 
-    return [Reply(each, reward(each), (True,) * len(each)) for each in found]
+    return [PossibleReply(each, reward(each), (True,) * len(each)) for each in replies]
 
 
 def solved(reply: tuple[int, ...]) -> float:
@@ -223,9 +247,15 @@ def graded(reply: tuple[int, ...]) -> float:
     return (0.5 * reply.count(B) + 0.25 * reply.count(A)) * (1.0 if reply[-1] == STOP else 0.5)
 
 
-def two_turn_replies() -> list[Reply]:
+def signed(reply: tuple[int, ...]) -> float:
+    """Minus what ``a`` counts, plus what ``b`` counts; less without a stop. Exact in float32, and
+    the rewards of many groups sum to zero."""
+    return 0.5 * (reply.count(B) - reply.count(A)) - (0.0 if reply[-1] == STOP else 0.5)
+
+
+def two_turn_replies() -> list[PossibleReply]:
     """A letter, the environment's answer, one more token; or stop at once: 13 replies."""
-    found = [Reply((STOP,), 0.25, (True,), turn_rewards=(0.25,))]
+    replies = [PossibleReply((STOP,), 0.25, (True,), turn_rewards=(0.25,))]
     for first in (A, B):
         for answer in (X, Y):
             likely = (first == A) == (answer == X)
@@ -234,9 +264,17 @@ def two_turn_replies() -> list[Reply]:
                 turns = (0.5 if first == A else 0.0, right)
                 chance = 0.7 if likely else 0.3
                 tokens = (first, answer, last)
-                found.append(Reply(tokens, sum(turns), (True, False, True), chance, turns))
+                replies.append(
+                    PossibleReply(
+                        tokens,
+                        sum(turns),
+                        sampled=(True, False, True),
+                        chance=chance,
+                        turn_rewards=turns,
+                    )
+                )
 
-    return found
+    return replies
 
 
 @dataclass(frozen=True)
@@ -250,6 +288,8 @@ class Problem:
     """Probability that a rollout fails, whatever its reply. Its group is then smaller."""
     groups: int = 1
     """Groups of a batch, each of a question that is drawn for it."""
+    envs: int = 1
+    """Envs of a batch: each of its groups is of another one."""
 
 
 def joint(questions: Sequence[Question]) -> Question:
@@ -261,22 +301,22 @@ def joint(questions: Sequence[Question]) -> Question:
         for name, question in zip(names, questions, strict=True)
         for reply in question.replies
     ]  # fmt: skip
-    found = np.full((len(prefixes(replies)), len(NAMES)), -np.inf)
+    logits = np.full((len(prefixes(replies)), len(NAMES)), -np.inf)
     for number, prefix in enumerate(prefixes(replies)):
         if prefix:
             question = questions[names.index(prefix[0])]
-            found[number] = question.logits[question.states[prefix[1:]]]
+            logits[number] = question.logits[question.states[prefix[1:]]]
         else:
-            found[number, list(names)] = 0.0
+            logits[number, list(names)] = 0.0
 
-    return Question("joint", tuple(replies), found)
+    return Question("joint", tuple(replies), logits)
 
 
 def shipped(longest: int = LONGEST) -> dict[str, Problem]:
     """The problems by name; replies of one turn have at most ``longest`` tokens, or two in a batch
     of several groups."""
     plain = [
-        make_question(name, plain_replies(solved, longest), seed, skill)
+        make_question(name, plain_replies(solved, longest), seed=seed, skill=skill)
         for seed, (name, skill) in enumerate((("hard", -0.8), ("even", 0.6), ("easy", 1.8)))
     ]
     levels: dict[str, Callable[[tuple[int, ...]], float]] = {
@@ -285,16 +325,30 @@ def shipped(longest: int = LONGEST) -> dict[str, Problem]:
         "one point higher": lambda reply: graded(reply) + 1,
     }
     same = [make_question(name, plain_replies(f, longest), 3) for name, f in levels.items()]
+    below = make_question("signed", plain_replies(signed, 2), 5)
     turns = make_question("two turns", two_turn_replies(), 4)
     short = [
-        make_question(name, plain_replies(solved, 2), seed, skill)
+        make_question(name, plain_replies(solved, 2), seed=seed, skill=skill)
         for seed, (name, skill) in enumerate((("hard", -0.8), ("easy", 1.8)))
     ]
-    found = (
+    shipped_problems = (
         Problem("plain", "rewards 0 and 1, one turn", tuple(plain)),
         Problem("graded", "rewards of any size, one turn", tuple(same)),
+        Problem("signed", "rewards of both signs, one turn", (below,)),
         Problem("two-turn", "an answer of the environment between two tokens", (turns,)),
-        Problem("failed", "as plain; each rollout fails with probability 1/5", tuple(plain), 0.2),
+        Problem(
+            "failed",
+            "as plain; each rollout fails with probability 1/5",
+            questions=tuple(plain),
+            failing=0.2,
+        ),
+        Problem(
+            "failed-signed",
+            "as signed; each rollout fails with probability 1/5",
+            questions=(below,),
+            failing=0.2,
+        ),
         Problem("batch", "rewards 0 and 1, batches of two groups", tuple(short), groups=2),
+        Problem("envs", "rewards 0 and 1, batches of two envs", tuple(short), groups=2, envs=2),
     )
-    return {problem.name: problem for problem in found}
+    return {problem.name: problem for problem in shipped_problems}

@@ -23,7 +23,18 @@ COLORS = {
     "length": "yellow",
     "turns": "yellow",
     "rewards": "yellow",
+    "cut_off": "yellow",
+    "place": "yellow",
+    "likelihood": "yellow",
+    "entropy": "yellow",
+    "failed": "yellow",
+    "batch": "yellow",
+    "envs": "yellow",
+    "order": "yellow",
     "other": "yellow",
+    "stale": "yellow",
+    "divisor": "dim",
+    "beside": "dim",
     "undeclared": "dim",
 }
 CAUSES = {
@@ -31,6 +42,10 @@ CAUSES = {
     "turns": "#8f5fb3",
     "rewards": "#3f8f5f",
     "length": "#2b7bba",
+    "cut_off": "#2bb0ba",
+    "place": "#b33f5f",
+    "likelihood": "#b3943f",
+    "entropy": "#7f5f2b",
     "other": "#7f7f7f",
 }
 CLIPS = ("is_masked", "clip_frac")
@@ -84,27 +99,30 @@ def _number(value: float | None) -> str:
 
 def clips(proof: Proof) -> list[str]:
     """At each staleness, what the loss takes off the plain importance ratio."""
-    found = []
-    for own in proof.estimates:
-        key = (own.problem, own.group_size, own.staleness)
+    lines = []
+    for estimate in proof.estimates:
+        key = (estimate.problem, estimate.group_size, estimate.staleness)
         plain = [
             each.many
             for each in proof.estimates
             if (each.problem, each.group_size, each.staleness, each.loss) == (*key, "ratio")
         ]
-        if own.loss == "own" and own.many is not None and plain and plain[0] is not None:
-            kept = own.many.scale / plain[0].scale if plain[0].scale else math.nan
-            shares = ", ".join(
-                f"{name} {share:.1%}"
-                for name, share in own.metrics.items()
-                if name.rpartition("/")[2].startswith(CLIPS)
-            )
-            found.append(
-                f"lag {own.staleness}: the loss keeps {kept:.0%} of the pull along the gradient "
-                f"that the unclipped ratio has" + (f"; of the tokens, {shares}" if shares else "")
-            )
+        if estimate.loss != "own" or estimate.many is None or not plain or plain[0] is None:
+            continue
 
-    return found
+        kept = estimate.many.scale / plain[0].scale if plain[0].scale else math.nan
+        shares = ", ".join(
+            f"{name} {share:.1%}"
+            for name, share in estimate.metrics.items()
+            if name.rpartition("/")[2].startswith(CLIPS)
+        )
+        clipped = f"; of the tokens, {shares}" if shares else ""
+        lines.append(
+            f"lag {estimate.staleness}: the loss keeps {kept:.0%} of the pull along the gradient "
+            f"that the unclipped ratio has{clipped}"
+        )
+
+    return lines
 
 
 def picture(proof: Proof, path: Path) -> None:

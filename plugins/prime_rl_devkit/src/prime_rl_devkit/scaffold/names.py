@@ -27,8 +27,19 @@ KINDS: Mapping[str, str] = {
     "launcher": PROJECT,
     "model": PROJECT,
     "wrapper": PROJECT,
+    "observer": PROJECT,
+    "command": PROJECT,
+    "optimizer": TRAINER_GROUP,
+    "kernel": TRAINER_GROUP,
+    "transport": PROJECT,
 }
 """Every kind of plugin with a template, and its entry-point group."""
+
+BOTH_SIDES = frozenset({"transport"})
+"""Kinds that the trainer loads too."""
+
+OFFERED_AS = {"transport": "weight_transport"}
+"""Kinds whose class has a longer name."""
 
 ENVIRONMENT = "environment"
 """The kind that is no plugin: verifiers finds it, by the name of its module."""
@@ -49,7 +60,11 @@ class Names:
     module: str
     class_name: str
     core_range: str
-    """The versions of prime-rl-core that speak this contract."""
+    """The versions of prime-rl-core like the installed one."""
+    contract_range: str
+    """The contracts that it works with: this one and the next, which runs it unchanged."""
+    lowest_core: str
+    """The lowest version of prime-rl that CI installs: ``==0.2.*``."""
     contract: str
     """Its number."""
 
@@ -66,7 +81,8 @@ def names_for(name: str, kind: str) -> Names:
             f"name: expected small letters and digits, in words joined by a dash, such as my-algo; "
             f"got {name!r}"
         )
-    dashed, spelt = plain.replace("_", "-"), plain.replace("-", "_")
+    dashed = plain.replace("_", "-")
+    spelt = plain.replace("-", "_")
     names = Names(
         name=spelt,
         dashed=dashed,
@@ -75,6 +91,8 @@ def names_for(name: str, kind: str) -> Names:
         module=spelt if kind == ENVIRONMENT else f"prime_rl_{spelt}",
         class_name="".join(word.capitalize() for word in spelt.split("_")),
         core_range=core_range(version("prime-rl-core")),
+        contract_range=f">={CONTRACT_VERSION},<{CONTRACT_VERSION + 2}",
+        lowest_core=f"=={'.'.join(version('prime-rl-core').split('.')[:2])}.*",
         contract=str(CONTRACT_VERSION),
     )
     _check_free(names, kind)
@@ -95,7 +113,8 @@ def _check_free(names: Names, kind: str) -> None:
         if plugin.entry.name == names.name or plugin.source.distribution == names.distribution:
             raise ConfigError(_taken(names.name, f"the plugin {plugin.source}"))
         for each, offered in plugin.offers:
-            if each.name in kind.split("+") and offered.cls.name == names.name:
+            kinds = [OFFERED_AS.get(part, part) for part in kind.split("+")]
+            if each.name in kinds and offered.cls.name == names.name:
                 raise ConfigError(
                     _taken(names.name, f"a {each.name} of the plugin {plugin.source}")
                 )

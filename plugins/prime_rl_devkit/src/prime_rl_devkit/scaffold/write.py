@@ -15,7 +15,8 @@ from pathlib import Path
 from string import Template
 
 from prime_rl.errors import ConfigError
-from prime_rl_devkit.scaffold.names import ENVIRONMENT, KINDS, Names, names_for
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl_devkit.scaffold.names import BOTH_SIDES, ENVIRONMENT, KINDS, Names, names_for
 
 
 class _Template(Template):
@@ -40,8 +41,29 @@ ENVIRONMENT_LAYOUT = LAYOUT | {
     ".github/workflows/test.yml": "{kind}/workflow.yml.txt",
     "train.toml": "{kind}/train.toml.txt",
 }
-WITHOUT_A_RUN = {"engine", "head", "renderer"}
-"""Kinds that train only with more: a server, an algorithm, a model of that family."""
+WITHOUT_A_RUN = {"engine", "head", "renderer", "command"}
+"""Kinds that train only with more (a server, an algorithm, a model of that family), or never."""
+COMMANDS = "prime_rl.commands"
+"""Entry-point group of the plugins whose commands the help shows."""
+PROOF = """
+  # What the estimator is on average, exactly: a change of the verdict is a change of the algorithm.
+  prove:
+    runs-on: ubuntu-latest
+    env:
+      OMP_NUM_THREADS: "1"
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.11"
+      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
+      - run: pip install -e ".[test]" "prime-rl-devkit[lab]"
+      - run: prime-rl plugins prove {name} --group-size 2 --staleness 0 | tee proof.txt
+      - run: grep -q "an unbiased estimate" proof.txt
+"""
+"""The job of ``plugins prove``, for a package with an algorithm whose credit needs no head."""
+FLOORS = {"launcher": "prime-rl-app", "transport": "prime-rl-broadcast"}
+"""What the modules of a kind import beside prime-rl-core, which it requires."""
 VERIFIERS = ">=0.4"
 """The versions of verifiers that have the API of the template."""
 
@@ -82,15 +104,23 @@ def write_package(name: str, kind: str, directory: Path | None = None) -> Packag
         raise ConfigError(f"{folder}: exists and is not empty. Give a new folder with --directory.")
     written = []
     texts = dict(_files(names, kind))
-    if not WITHOUT_A_RUN & {*kind.split("+")}:
-        blocks = [] if kind == "wrapper" else _TOML.findall(texts["README.md"])
+    if trains_by_itself(kind):
+        has_tables = kind not in ("wrapper", "command")
+        blocks = [] if not has_tables else _TOML.findall(texts["README.md"])
         texts.setdefault("train.toml", _train_toml(names, blocks))
     for path, text in texts.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        target.write_text(text, "utf-8")
         written.append(target)
-    return Package(folder, names.name, kind, tuple(written))
+    return Package(folder, names.name, kind=kind, files=tuple(written))
+
+
+def trains_by_itself(kind: str) -> bool:
+    """Whether a package of these kinds has a run of its own: ``train.toml``."""
+    kinds = {*kind.split("+")}
+    alone = WITHOUT_A_RUN - ({"head"} if "algorithm" in kinds else set())
+    return not alone & kinds
 
 
 def _train_toml(names: Names, blocks: list[str]) -> str:
@@ -98,9 +128,9 @@ def _train_toml(names: Names, blocks: list[str]) -> str:
     template = (files("prime_rl_devkit.scaffold") / "templates/common/train.toml.txt").read_text(
         "utf-8"
     )
-    own = {line for block in blocks for line in block.splitlines() if line.startswith("[")}
+    headings = {line for block in blocks for line in block.splitlines() if line.startswith("[")}
     base = _Template(template).substitute(asdict(names)).rstrip().split("\n\n")
-    kept = [table for table in base if table.partition("\n")[0] not in own]
+    kept = [table for table in base if table.partition("\n")[0] not in headings]
     return "\n\n".join([*kept, *(block.rstrip() for block in blocks)]) + "\n"
 
 
@@ -108,25 +138,33 @@ def _files(names: Names, kind: str) -> Iterator[tuple[str, str]]:
     """Path and text of every file."""
     fields = asdict(names) | {"kind": kind, "verifiers_range": VERIFIERS, "losses": ""}
     fields |= {"checked": _checked(names.name, kind), "points": _entry_points(names, kind)}
-    floor = "prime-rl-app" if "launcher" in kind.split("+") else "prime-rl-core"
-    fields["floor"] = floor  # what its modules import; a launcher builds on that of the application
+    kinds = kind.split("+")
+    credited_by_head = {"algorithm", "head"} <= {*kinds}
+    policy_loss = names.name if "loss" in kinds else "rl"
+    fields["head_losses"] = f'("{policy_loss}", "{names.name}_loss")'
+    proves = "algorithm" in kinds and not credited_by_head
+    fields["proof"] = PROOF.format(name=names.name) if proves else ""
+    floors = [FLOORS[each] for each in kinds if each in FLOORS] or ["prime-rl-core"]
+    fields["floor"] = '",\n    "'.join(floors)
     if "+" not in kind:
         yield from _rendered(kind, fields)
         return
     readmes = []
     for each in kind.split("+"):
-        own = fields | {"module": f"{names.module}.{each}"}
+        module_fields = fields | {"module": f"{names.module}.{each}"}
         if (each, "loss" in kind.split("+")) == ("algorithm", True):
-            own["losses"] = f'\n    losses = ("{names.name}",)'
-        found = dict(_rendered(each, own))
-        folder, test = f"src/{own['module']}", f"tests/test_{names.name}.py"
-        yield f"src/{names.module}/{each}.py", found[f"{folder}/__init__.py"]
-        yield f"tests/test_{names.name}_{each}.py", found[test]
-        readme = found["README.md"].replace(
+            module_fields["losses"] = f'\n    losses = ("{names.name}",)'
+        folder_of = "algorithm_head" if each == "algorithm" and credited_by_head else each
+        rendered = dict(_rendered(folder_of, module_fields))
+        folder = f"src/{module_fields['module']}"
+        test = f"tests/test_{names.name}.py"
+        yield f"src/{names.module}/{each}.py", rendered[f"{folder}/__init__.py"]
+        yield f"tests/test_{names.name}_{each}.py", rendered[test]
+        readme = rendered["README.md"].replace(
             f"{folder}/__init__.py", f"src/{names.module}/{each}.py"
         )
         readmes.append(readme.replace(f"# {names.distribution}\n", f"# The {each}\n"))
-    first = dict(_rendered(kind.split("+")[0], fields))
+    first = dict(_rendered(kinds[0], fields))
     first |= {"README.md": f"# {names.distribution}\n\n" + "\n".join(f"#{r}" for r in readmes)}
     first[f"src/{names.module}/__init__.py"] = f'"""The plugins of {names.distribution}."""\n'
     del first[f"tests/test_{names.name}.py"]
@@ -137,9 +175,14 @@ def _entry_points(names: Names, kind: str) -> str:
     """The tables of ``pyproject.toml``. In each group, the first plugin has the package's name."""
     groups: dict[str, list[str]] = {}
     for each in () if kind == ENVIRONMENT else kind.split("+"):
-        lines = groups.setdefault(KINDS[each], [])
         module = f"{names.module}.{each}" if "+" in kind else names.module
-        lines.append(f'{f"{names.name}_{each}" if lines else names.name} = "{module}"')
+        of_kind = [KINDS[each]] + ([TRAINER_GROUP] if each in BOTH_SIDES else [])
+        for group in of_kind:
+            lines = groups.setdefault(group, [])
+            lines.append(f'{f"{names.name}_{each}" if lines else names.name} = "{module}"')
+    if "command" in kind.split("+"):  # the help loads these plugins only
+        module = f"{names.module}.command" if "+" in kind else names.module
+        groups[COMMANDS] = [f'{names.name} = "{module}"']
     tables = [[f'[project.entry-points."{group}"]', *lines] for group, lines in groups.items()]
     return "\n\n".join("\n".join(table) for table in tables)
 

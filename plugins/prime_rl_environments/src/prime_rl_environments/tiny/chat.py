@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from prime_rl import RunError
 from prime_rl_environments.tasks import LOOKUP_SCHEMA
-from prime_rl_environments.tiny import TinyChatConfig
+from prime_rl_environments.tiny import Recipe, TinyChatConfig
 from prime_rl_environments.tiny.lessons import (
     AT_LEAST,
     OPEN_ENDED,
@@ -57,14 +57,16 @@ Column = list[tuple[int, bool]]
 """The tokens of a conversation, and whether each is trained."""
 
 
-def make_chat_model(config: TinyChatConfig, directory: Path, seed: int, progress: Progress) -> None:
+def make_chat_model(
+    config: TinyChatConfig, recipe: Recipe, directory: Path, *, seed: int, progress: Progress
+) -> None:
     """Build, warm up and save; ``directory`` is complete once ``.ready`` is in it."""
     progress("building the model", 0.0)
     torch.set_num_threads(1)  # two spinning threads are slower than one at this size
     tokenizer = build_chat_tokenizer()
-    model = build_model(config, tokenizer, seed)
-    report = warm_up(model, tokenizer, config, seed, progress)
-    save(model, tokenizer, directory, report)
+    model = build_model(recipe, tokenizer, seed)
+    report = warm_up(model, tokenizer, config=config, recipe=recipe, seed=seed, progress=progress)
+    save(model, tokenizer, directory=directory, report=report)
     progress("ready", 1.0)
 
 
@@ -150,7 +152,7 @@ def supervised_step(
         rows = order[start : start + size]
         weight = sum(trained[row] for row in rows) / sum(trained)
         ids, labels = pad([columns[row] for row in rows], padding=0)
-        for row, flag in zip(rows, backward(model, ids, labels, weight), strict=True):
+        for row, flag in zip(rows, backward(model, ids, labels=labels, weight=weight), strict=True):
             right[row] = bool(flag)
 
     update(model, optimizer)
@@ -161,21 +163,23 @@ def warm_up(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     config: TinyChatConfig,
+    recipe: Recipe,
+    *,
     seed: int,
     progress: Progress,
 ) -> dict[str, object]:
     """Supervised steps until ``warmup_exact`` of the latest conversations of every lesson are
-    exactly right. Raises ``RunError`` after ``warmup_max_steps``."""
-    optimizer = build_optimizer(model, config)
+    exactly right. Raises ``RunError`` after ``Recipe.warmup_max_steps``."""
+    optimizer = build_optimizer(model, recipe)
     shares: dict[Lesson, deque[float]] = {kind: deque(maxlen=WINDOW) for kind in config.lessons}
     streams = {kind: lessons(kind, seed) for kind in config.lessons}
     exact: dict[Lesson, float] = dict.fromkeys(config.lessons, 0.0)
     targets = {name: target_of(name, config.warmup_exact) for name in config.lessons}
     kinds = timetable(exact, targets)
     tools = "".join(tools_block())
-    for step in range(1, config.warmup_max_steps + 1):
-        set_learning_rate(optimizer, config, step)
-        names = list(islice(kinds, config.warmup_batch_size))
+    for step in range(1, recipe.warmup_max_steps + 1):
+        set_learning_rate(optimizer, recipe, step)
+        names = list(islice(kinds, recipe.warmup_batch_size))
         columns = encode(tokenizer, [next(streams[name]) for name in names], tools)
         for name, right in zip(names, supervised_step(model, optimizer, columns), strict=True):
             shares[name].append(float(right))
@@ -186,9 +190,9 @@ def warm_up(
             return {"steps": step, "lessons": exact}
 
     raise RunError(
-        f"tiny-chat: after {config.warmup_max_steps} supervised steps these shares of the "
-        f"conversations are right: {exact}; expected {targets}. Raise "
-        "model.warmup_max_steps or lower model.warmup_exact."
+        f"tiny-chat: after {recipe.warmup_max_steps} supervised steps these shares of the "
+        f"conversations are right: {exact}; expected {targets}. Lower "
+        "model.warmup_exact."
     )
 
 

@@ -22,8 +22,8 @@ from prime_rl_environments.words import ALPHABET, random_word, split_of
 
 Lesson = Literal["reverse", "hint", "retry", "lookup", "relay", "propose"]
 LESSONS: tuple[Lesson, ...] = get_args(Lesson)
-"""``reverse``: reverse-text, and the solver and sub-agent of other environments. ``hint``: the same
-after a system message with the answer. The others: the environment of that name."""
+"""``reverse``: text-reversal, and the solver and sub-agent of other environments. ``hint``: the
+same after a system message with the answer. The others: the environment of that name."""
 
 OPEN_ENDED: frozenset[Lesson] = frozenset({"propose"})
 """Lessons with many right answers, so the lesson's own answer cannot be predicted."""

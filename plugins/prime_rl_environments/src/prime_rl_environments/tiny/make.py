@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.logging import disable_progress_bar
 
 from prime_rl import RunError
-from prime_rl_environments.tiny import TinyConfig, TinyReverseConfig
+from prime_rl_environments.tiny import Recipe, TinyReverseConfig
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 from prime_rl_environments.words import words
 
@@ -38,31 +38,31 @@ WINDOW = 6
 """Batches over which the share of exact answers is averaged: 384 unseen words."""
 
 
-def make_model(config: TinyReverseConfig, directory: Path, seed: int, progress: Progress) -> None:
+def make_model(
+    config: TinyReverseConfig, recipe: Recipe, directory: Path, *, seed: int, progress: Progress
+) -> None:
     """Build, warm up and save; ``directory`` is complete once ``.ready`` is in it."""
     progress("building the model", 0.0)
     torch.set_num_threads(1)  # two spinning threads are slower than one at this size
     tokenizer = build_tokenizer()
-    model = build_model(config, tokenizer, seed)
-    report = warm_up(model, tokenizer, config, seed, progress)
-    save(model, tokenizer, directory, report)
+    model = build_model(recipe, tokenizer, seed)
+    report = warm_up(model, tokenizer, config=config, recipe=recipe, seed=seed, progress=progress)
+    save(model, tokenizer, directory=directory, report=report)
     progress("ready", 1.0)
 
 
-def build_model(
-    config: TinyConfig, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> Qwen3ForCausalLM:
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """A float32 Qwen3 with random weights. The head is not tied, which makes the warm-up faster."""
     torch.manual_seed(seed)
     architecture = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.max_position_embeddings,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -111,20 +111,22 @@ def warm_up(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     config: TinyReverseConfig,
+    recipe: Recipe,
+    *,
     seed: int,
     progress: Progress,
 ) -> dict[str, float]:
     """Supervised steps until ``warmup_exact`` of the words of the last ``WINDOW`` batches are
-    exactly right. Raises ``RunError`` after ``warmup_max_steps``.
+    exactly right. Raises ``RunError`` after ``Recipe.warmup_max_steps``.
 
     Every batch has new words, so its accuracy before the update is an evaluation at no cost.
     """
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, recipe)
     shares: deque[float] = deque(maxlen=WINDOW)
-    stream = words(seed, "train", config.min_letters, config.max_letters)
-    for step in range(1, config.warmup_max_steps + 1):
-        set_learning_rate(optimizer, config, step)
-        batch = list(islice(stream, config.warmup_batch_size))
+    stream = words(seed, "train", min_letters=config.min_letters, max_letters=config.max_letters)
+    for step in range(1, recipe.warmup_max_steps + 1):
+        set_learning_rate(optimizer, recipe, step)
+        batch = list(islice(stream, recipe.warmup_batch_size))
         right = supervised_step(model, optimizer, *encode_batch(tokenizer, batch))
         shares.append(float(right.float().mean()))
         exact = sum(shares) / len(shares)
@@ -133,22 +135,22 @@ def warm_up(
             return {"steps": step, "exact": exact}
 
     raise RunError(
-        f"tiny-reverse: after {config.warmup_max_steps} supervised steps {exact:.2f} of the words "
-        f"are right; expected {config.warmup_exact:.2f}. Raise model.warmup_max_steps or "
-        "lower model.warmup_exact."
+        f"tiny-reverse: after {recipe.warmup_max_steps} supervised steps {exact:.2f} of the words "
+        f"are right; expected {config.warmup_exact:.2f}. Lower "
+        "model.warmup_exact."
     )
 
 
-def build_optimizer(model: Qwen3ForCausalLM, config: TinyConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        model.parameters(), lr=config.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        model.parameters(), lr=recipe.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: TinyConfig, step: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> None:
     """A linear ramp to ``warmup_lr``, then flat."""
     for group in optimizer.param_groups:
-        group["lr"] = config.warmup_lr * min(1.0, step / max(1, config.warmup_ramp_steps))
+        group["lr"] = recipe.warmup_lr * min(1.0, step / max(1, recipe.warmup_ramp_steps))
 
 
 def share_done(steps: float, exact: float, target: float) -> float:
@@ -209,7 +211,7 @@ def save(
     )
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
-    (staging / "warmup.json").write_text(json.dumps(report))
+    (staging / "warmup.json").write_text(json.dumps(report), "utf-8")
     directory.mkdir(parents=True, exist_ok=True)
     for file in staging.iterdir():
         file.replace(directory / file.name)

@@ -11,7 +11,7 @@ import typer
 from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
 
 if TYPE_CHECKING:
-    from prime_rl_tools.serve.chat import Chat
+    from prime_rl_tools.serve.chat import Conversation
     from prime_rl_tools.terminal import Console
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -27,7 +27,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seeds both models alike.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds both models alike.", min=0, max=2**63 - 1)] = 0,
     output_dir: OutputDir = OUTPUTS,
 ) -> None:
     """Talk with a run's policy before and after training, side by side.
@@ -46,13 +46,13 @@ def chat(
     from prime_rl_tools.terminal import Console
 
     console = Console()
-    options = ChatOptions(system, temperature, max_tokens, seed)
+    options = ChatOptions(system, temperature, max_tokens=max_tokens, seed=seed)
 
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
     try:
-        with opened(Run(run, output_dir), context.args, options, tell) as talk:
+        with opened(Run(run, output_dir), context.args, options=options, tell=tell) as talk:
             for line in prompt or _typed(console):
                 _say(console, talk, line)
     except KeyboardInterrupt:
@@ -74,7 +74,7 @@ def _typed(console: Console) -> Iterator[str]:
             yield line.strip()
 
 
-def _say(console: Console, talk: Chat, line: str) -> None:
+def _say(console: Console, talk: Conversation, line: str) -> None:
     """Print both replies beside each other. A conversation that is too long is an answer too."""
     from rich.table import Table
     from rich.text import Text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 WINDOW = 10
 """Steps at the beginning and at the end over which the reward is averaged."""
+MOST_COLUMNS = 100
+"""Longest line on a wide terminal, and where there is none."""
 NOTE = (
     "An early warning is an indication: look at the rollouts (prime-rl report) before you change a "
     "key."
@@ -33,7 +36,8 @@ def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     ```
     """
     from prime_rl.errors import printable
-    from prime_rl_app.runs import find_run
+    from prime_rl_app.output import counted
+    from prime_rl_app.run_states import failures, find_run
     from prime_rl_tools.doctor import MIN_STEPS, History, diagnose, pace_line
 
     history = History(find_run(run, output_dir))
@@ -43,20 +47,39 @@ def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
         return
 
+    width = min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 24)).columns)
+    errors = [_wrapped(printable(f"failed  {error}"), width) for error in failures(history.run_dir)]
     if len(steps) < MIN_STEPS:
-        typer.echo(f"{history.run_dir}: {len(steps)} steps; a verdict needs {MIN_STEPS}")
+        typer.echo(f"{history.run_dir}: {counted(len(steps), 'step')}; a verdict needs {MIN_STEPS}")
+        for line in errors:  # a run that ended so soon says why
+            typer.echo(line)
         return
 
-    typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
-    for line in reward_lines(history.run_dir):
+    findings = counted(len(verdicts), "finding")
+    typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {findings}")
+    for line in errors:
         typer.echo(line)
+    for line in reward_lines(history.run_dir):
+        typer.echo(_wrapped(line, width))
     pace = pace_line(history)
     if pace is not None:
-        typer.echo(textwrap.fill(pace, 96, break_long_words=False, break_on_hyphens=False))
+        typer.echo(_wrapped(pace, width))
     for verdict in verdicts:
-        typer.echo(f"\n{printable(_text(verdict))}")
+        typer.echo(f"\n{printable(_text(verdict, width))}")
     if verdicts:
-        typer.echo(f"\n{NOTE}")
+        typer.echo(f"\n{_wrapped(NOTE, width)}")
+
+
+def _wrapped(text: str, width: int, title: str = "") -> str:
+    """``title`` stands before the first line, which the others are below."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def reward_lines(run_dir: Path) -> Iterator[str]:
@@ -73,18 +96,16 @@ def reward_lines(run_dir: Path) -> Iterator[str]:
             reward = sum(row[REWARD] for row in rows) / len(rows)
             shares = outcomes_text(mean_outcomes(rows))
             of_rollouts = f"; of rollouts {shares}" if shares else ""
-            yield f"reward {reward:.3f} (mean of the {place} {len(rows)} steps){of_rollouts}"
+            over = f"{place} step" if len(rows) == 1 else f"mean of the {place} {len(rows)} steps"
+            yield f"reward {reward:.3f} ({over}){of_rollouts}"
 
 
-def _text(verdict: Verdict) -> str:
+def _text(verdict: Verdict, width: int) -> str:
     rows = (
         ("found", verdict.evidence), ("counts", verdict.threshold), ("change", verdict.advice),
     )  # fmt: skip
-    lines = [verdict.line]
+    lines = [_wrapped(verdict.line, width)]
     for title, text in rows:
-        lines += textwrap.wrap(
-            text, 96, initial_indent=f"  {title:8}", subsequent_indent=" " * 10,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+        lines.append(_wrapped(text, width, title=f"  {title:8}"))
 
     return "\n".join(lines)

@@ -31,11 +31,17 @@ def inspect(
     prime-rl inspect outputs/mine/rollouts/step_3.msgpack
     ```
     """
-    from prime_rl_app.runs import find_run
+    from prime_rl.errors import ConfigError
+    from prime_rl_app.run_states import find_run
     from prime_rl_tools.replay.inspect import facts_of, print_facts
 
     if not path.exists() and path.name == str(path) and not path.suffix:  # a name, not a path
-        path = find_run(str(path), output_dir)
+        try:
+            path = find_run(str(path), output_dir)
+        except ConfigError as error:
+            if str(path) == LATEST:  # the default: the user has named no file
+                raise
+            raise ConfigError(f"{path}: no such file, and {error}") from error
     facts = facts_of(path)
     if as_json:
         import json

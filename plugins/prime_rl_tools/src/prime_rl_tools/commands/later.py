@@ -20,7 +20,7 @@ class Later(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """Of the command that the callback gives."""
+        """The context of the command that the callback gives."""
         assert self.callback is not None
         alone = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
         settings = dict(self.context_settings)
@@ -52,7 +52,7 @@ def evaluate() -> Callable[..., None]:
 
     ```
     prime-rl eval latest --base-url http://127.0.0.1:8000/v1
-    prime-rl eval reverse-text --num-examples 32 --group-size 4
+    prime-rl eval text-reversal --num-examples 32 --group-size 4
     ```
     """
     from prime_rl_tools.commands.eval import evaluate

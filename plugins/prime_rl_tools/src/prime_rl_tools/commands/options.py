@@ -20,7 +20,7 @@ AnySettings = TypeVar("AnySettings", bound="Settings")
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"
-"""The run of ``RunName`` where a command that only reads is given none."""
+"""The default of ``RunName`` in commands that only read a run."""
 
 OutputDir = Annotated[
     Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
@@ -53,8 +53,8 @@ def with_options(model: type[Settings]) -> Callable[[Callable[..., None]], Calla
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**arguments: Any) -> None:
-            given = {name: arguments.pop(name) for name in fields}
-            command(**arguments, options={k: v for k, v in given.items() if v is not None})
+            values = {name: arguments.pop(name) for name in fields}
+            command(**arguments, options={k: v for k, v in values.items() if v is not None})
 
         parameters = []
         for parameter in inspect.signature(command, eval_str=True).parameters.values():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from prime_rl_tools.race.runs import Budget, Entry, Point
+    from prime_rl_tools.race.schedule import Budget, Entry, Point
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -50,26 +50,26 @@ def race(
     """
     from prime_rl.errors import ConfigError, RunError
     from prime_rl_app.cli.run import split_arguments
-    from prime_rl_tools.race.runs import Budget, read_entries
+    from prime_rl_tools.race.schedule import Budget, read_entries
     from prime_rl_tools.race.show import as_json as shown
     from prime_rl_tools.race.show import draw_race, print_race
     from prime_rl_tools.terminal import Console
 
     paths, overrides = split_arguments([*files, *context.args])
     budget = Budget(steps, tokens, cpu_seconds)
-    entries = read_entries([Path(path) for path in paths], overrides, budget, base)
+    entries = read_entries([Path(path) for path in paths], overrides, budget=budget, base=base)
     if against not in (None, *(entry.name for entry in entries)):
         names = ", ".join(entry.name for entry in entries)
         raise ConfigError(f"--against {against}: no such config in the race, which has {names}")
 
     try:
-        results = _results(entries, seeds, budget, output_dir)
+        results = _results(entries, seeds, budget=budget, output_dir=output_dir)
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
 
     picture = output_dir / "race.png"
-    draw_race(picture, output_dir, results, against)
+    draw_race(picture, output_dir, results=results, against=against)
     if as_json:
         typer.echo(shown(results, against))
     else:
@@ -81,14 +81,14 @@ def _results(
     entries: Sequence[Entry], seeds: int, budget: Budget, output_dir: Path
 ) -> dict[str, dict[int, Point]]:
     """Train seed by seed, so that an interrupted race has pairs."""
-    from prime_rl_tools.race.runs import result_of
+    from prime_rl_tools.race.schedule import result_of
     from prime_rl_tools.terminal import Console
 
     progress = Console(stderr=True)
     results: dict[str, dict[int, Point]] = {entry.name: {} for entry in entries}
     for seed in range(1, seeds + 1):
         for entry in entries:
-            point, known = result_of(entry, seed, budget, output_dir)
+            point, known = result_of(entry, seed, budget=budget, folder=output_dir)
             results[entry.name][seed] = point
             progress.print(
                 f"{entry.name} seed {seed}: held-out reward {point.reward:.3f} at step "

@@ -45,7 +45,7 @@ def replay(
     """
     import asyncio
 
-    from prime_rl_app.runs import find_run
+    from prime_rl_app.run_states import find_run
     from prime_rl_tools.replay.compare import change_of
     from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps
     from prime_rl_tools.replay.score import replay as score_again
@@ -59,7 +59,7 @@ def replay(
     if as_json:
         _print_json(changes)
     else:
-        _print(run_config, algorithms, replayed, changes)
+        _print(run_config, algorithms, replayed=replayed, changes=changes)
 
     if out is not None:
         from prime_rl_tools.report import write_report
@@ -85,10 +85,10 @@ def chosen_algorithms(config: RunConfig, algo: str | None, files: list[Path]) ->
 
     if algo is not None and files:
         raise ConfigError("--algo and --config both name an algorithm. Keep one of them.")
-    own = algorithms_of(config)
+    configured = algorithms_of(config)
     if algo is not None:
-        return {env: AlgoConfig(type=algo) for env in own}
-    return algorithms_of(load_config(files), tuple(own)) if files else own
+        return {env: AlgoConfig(type=algo) for env in configured}
+    return algorithms_of(load_config(files), tuple(configured)) if files else configured
 
 
 def _print(
@@ -100,7 +100,9 @@ def _print(
     from prime_rl_tools.terminal import Console
 
     console = Console()
-    table.print_algorithms(console, algorithms_of(config), algorithms)
+    table.print_algorithms(
+        console, algorithms_of(config), algorithms, config.orchestrator.train.env
+    )
     table.print_changes(console, changes)
     steps = {change.step for change in changes}
     stored = [r for each in replayed.steps if each.step in steps for r in each.rollouts]

@@ -27,7 +27,8 @@ def report(
     prime-rl report mine --beside yours
     ```
     """
-    from prime_rl_app.runs import find_run
+    from prime_rl_app.output import counted
+    from prime_rl_app.run_states import find_run
     from prime_rl_tools.report import write_report
 
     run_dir = find_run(run, output_dir)
@@ -36,6 +37,7 @@ def report(
     others = [find_run(each, output_dir) for each in beside or ()]
     facts = write_report(run_dir, path, beside=others)
     typer.echo(
-        f"wrote {path}: {facts.num_rollouts:,} rollouts, {facts.num_tokens:,} tokens, "
+        f"wrote {path}: {counted(facts.num_rollouts, 'rollout')}, "
+        f"{counted(facts.num_tokens, 'token')}, "
         f"{facts.num_bytes / 1e6:.1f} MB"
     )

@@ -16,7 +16,7 @@ from prime_rl_tools.commands.options import LATEST, OUTPUTS, OutputDir, RunName
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from prime_rl_app.runs import RunInfo
+    from prime_rl_app.run_states import RunInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -40,15 +40,15 @@ def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     prime-rl runs --output-dir outputs
     ```
     """
-    from prime_rl_app.runs import list_runs
+    from prime_rl_app.run_states import list_runs
 
-    found = list_runs(output_dir, lambda error: typer.echo(f"error: {error}", err=True))
+    listed = list_runs(output_dir, lambda error: typer.echo(f"error: {error}", err=True))
     if as_json:
-        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
-    elif not found:
+        typer.echo(json.dumps([asdict(run) for run in listed], indent=2))
+    elif not listed:
         typer.echo(f"no runs in {output_dir}. Start one with prime-rl run, or set --output-dir.")
     else:
-        _print_runs(found)
+        _print_runs(listed)
 
 
 def _print_runs(found: list[RunInfo]) -> None:
@@ -80,7 +80,7 @@ def status(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     ```
     """
     from prime_rl_app.files import reading
-    from prime_rl_app.runs import find_run, processes, run_info
+    from prime_rl_app.run_states import failures, find_run, processes, run_info
     from prime_rl_tools.view.summary import LOG, read_restarts, restarts_text
 
     run_dir = find_run(run, output_dir)
@@ -103,6 +103,8 @@ def status(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     if info.state == "running":
         console.print(_processes(reports))
     elif info.state in ("failed", "died"):
+        for error in failures(run_dir):
+            console.print(f"failed  {error}", markup=False, soft_wrap=True)
         console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
 
     free = shutil.disk_usage(run_dir).free / 2**20
@@ -115,7 +117,7 @@ def _headline(info: RunInfo) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from prime_rl_app.runs import last_batch
+    from prime_rl_app.run_states import last_batch
     from prime_rl_tools.view.outcomes import outcomes, outcomes_style, outcomes_text
 
     table = Table.grid(padding=(0, 2))
@@ -167,8 +169,8 @@ def stop(
     ```
     """
     from prime_rl.errors import RunError
-    from prime_rl_app.runs import find_run, state_of
-    from prime_rl_app.runs import stop as stop_run
+    from prime_rl_app.run_states import find_run, state_of
+    from prime_rl_app.run_states import stop as stop_run
 
     run_dir = find_run(run, output_dir)
     if state_of(run_dir) == "running":
@@ -203,7 +205,7 @@ def scale(
     ```
     """
     from prime_rl.errors import ConfigError
-    from prime_rl_app.runs import find_run, state_of
+    from prime_rl_app.run_states import find_run, state_of
     from prime_rl_app.scaling import Wish, bare, check_wish
 
     run_dir = find_run(run, output_dir)

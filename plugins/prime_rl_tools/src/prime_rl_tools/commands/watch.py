@@ -31,7 +31,7 @@ def watch(
     prime-rl watch mine yours
     ```
     """
-    from prime_rl_app.runs import find_run
+    from prime_rl_app.run_states import find_run
     from prime_rl_tools.watch.server import Server, Watched
 
     server = Server(Watched([find_run(run, output_dir) for run in runs or [LATEST]]), port)

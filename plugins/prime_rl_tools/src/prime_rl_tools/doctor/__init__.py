@@ -1,9 +1,9 @@
 """What is wrong with a run, read from its files: ``diagnose(run)`` gives verdicts with evidence.
 
-``history`` reads a run, ``measures`` measures its windows, ``checks`` holds the checks and their
-thresholds. A verdict compares the
-last window of steps with the first one, so an early warning is an indication: it names what to look
-at, and proves nothing.
+``history`` reads a run, and ``measures`` measures its windows. The checks with their thresholds:
+``checks`` compares the last window of steps with the first one, ``updates`` judges the size of the
+updates and what waits for what, ``bounds`` holds what is wrong from the first step on. A verdict is
+an indication: it names what to look at, and proves nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from prime_rl_app.api import Run
+from prime_rl_tools.doctor.bounds import (
+    entropy_rise,
+    failures,
+    flat_reward,
+    gradient_norm,
+    held_out_falls,
+    length_pays,
+    mismatch_high,
+    not_finite,
+    stale_data,
+    temperature,
+)
 from prime_rl_tools.doctor.checks import (
     clip_share,
     dead_groups,
@@ -42,7 +54,8 @@ EVERY = 10
 CHECKS: tuple[Callable[[History], Iterable[Verdict]], ...] = (
     *(entropy_collapse, mismatch_growth, length_drift, dominant_term, silent_env, truncation),
     *(dead_groups, clip_share, staleness_bias, duplicates, rate_too_high, rate_too_low, starved),
-    held_by_tail,
+    *(held_by_tail, mismatch_high, gradient_norm, stale_data, failures, not_finite, entropy_rise),
+    *(held_out_falls, length_pays, temperature),
 )
 
 
@@ -57,4 +70,6 @@ def diagnose(
         run = History((run if isinstance(run, Run) else Run(run)).path, first, last)
     if len(run.steps) < MIN_STEPS:
         return []
-    return [verdict for check in CHECKS for verdict in check(run)]
+    verdicts = [verdict for check in CHECKS for verdict in check(run)]
+    # A flat reward is a symptom: it is worth a line only where no check names a cause.
+    return verdicts or [*flat_reward(run)]

@@ -43,17 +43,25 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
     _, rise = run.change(REWARD, middle, run.late)
     if after < ENTROPY_LEFT * before and reward < REACHABLE * best and rise < NOISE:
         yield Verdict(
-            "entropy_collapse",
-            "The policy has become nearly deterministic while better replies are known: it no "
-            "longer explores.",
-            f"{name} {before:.3g} ({span(run.early)}), {after:.3g} ({span(run.late)}); reward "
-            f"{reward:.3g}, best reply of a batch {best:.3g}, no rise over the last half",
-            f"entropy below {ENTROPY_LEFT:.0%} of the start and reward below {REACHABLE:.0%} of "
-            "the best reply, not rising. Entropy that is spent buys no more reward (Cui et al. "
-            "2025, arXiv 2505.22617, section 2.4); the share is measured",
-            "lower trainer.optim.lr; a penalty (algorithm entropy_bonus) or a loss that holds "
-            "covariant tokens (action_loss clip_cov or kl_cov); raise "
-            "orchestrator.train.sampling.temperature",
+            name="entropy_collapse",
+            finding=(
+                "The policy has become nearly deterministic while better replies are known: it no "
+                "longer explores."
+            ),
+            evidence=(
+                f"{name} {before:.3g} ({span(run.early)}), {after:.3g} ({span(run.late)}); reward "
+                f"{reward:.3g}, best reply of a batch {best:.3g}, no rise over the last half"
+            ),
+            threshold=(
+                f"entropy below {ENTROPY_LEFT:.0%} of the start and reward below {REACHABLE:.0%} "
+                "of the best reply, not rising. Entropy that is spent buys no more reward (Cui et "
+                "al. 2025, arXiv 2505.22617, section 2.4); the share is measured"
+            ),
+            advice=(
+                "lower trainer.optim.lr; a penalty (algorithm entropy_bonus) or a loss that holds "
+                "covariant tokens (action_loss clip_cov or kl_cov); raise "
+                "orchestrator.train.sampling.temperature"
+            ),
         )
 
 
@@ -70,16 +78,22 @@ def mismatch_growth(run: History) -> Iterator[Verdict]:
     if after > MISMATCH and after > MISMATCH_GROWTH * before:
         lag = mean_of(run.values("off_policy/mean", run.late))
         yield Verdict(
-            "mismatch_growth",
-            "The trainer's log-probabilities move away from those at sampling.",
-            f"{name}, median {before:.3g} before, {after:.3g} ({span(run.late)}); the data is "
-            f"{lag:.1f} versions old",
-            f"above {MISMATCH} and {MISMATCH_GROWTH:g} times the steps before. Upstream prime-rl "
-            "accepts a new model below 0.015; measured: up to 0.02 over a window at a learning "
-            "rate of 7e-4",
-            "lower orchestrator.max_off_policy_steps or trainer.optim.lr. If it stays with "
-            "max_off_policy_steps = 0, engine and trainer compute differently: compare "
-            "trainer.dtype with the engine's, and the chat template",
+            name="mismatch_growth",
+            finding="The trainer's log-probabilities move away from those at sampling.",
+            evidence=(
+                f"{name}, median {before:.3g} before, {after:.3g} ({span(run.late)}); the data is "
+                f"{lag:.1f} versions old"
+            ),
+            threshold=(
+                f"above {MISMATCH} and {MISMATCH_GROWTH:g} times the steps before. Upstream "
+                "prime-rl accepts a new model below 0.015; measured: up to 0.02 over a window at a "
+                "learning rate of 7e-4"
+            ),
+            advice=(
+                "lower orchestrator.max_off_policy_steps or trainer.optim.lr. If it stays with "
+                "max_off_policy_steps = 0, engine and trainer compute differently: compare "
+                "trainer.dtype with the engine's, and the chat template"
+            ),
         )
 
 
@@ -96,17 +110,25 @@ def length_drift(run: History) -> Iterator[Verdict]:
         _, rise = run.change(reward, run.early, run.late)
         if before > 0 and not 1 / LENGTH < after / before < LENGTH and rise < NOISE:
             yield Verdict(
-                "length_drift",
-                f"Replies get {'longer' if after > before else 'shorter'}, and the reward does not "
-                "rise.",
-                f"{name} {before:.4g} ({span(run.early)}), {after:.4g} ({span(run.late)}); the "
-                f"reward changed by {rise:+.1f} standard errors",
-                f"a factor of {LENGTH:g} in either direction, reward up by less than {NOISE:g} "
-                "standard errors; measured: at most 1.11",
-                'a loss without length bias (trainer.loss.normalize_by = "constant", as Dr. GRPO, '
-                "arXiv 2503.20783); orchestrator.algo.length_penalty; or "
-                "orchestrator.train.sampling.max_completion_tokens",
-                env,
+                name="length_drift",
+                finding=(
+                    f"Replies get {'longer' if after > before else 'shorter'}, and the reward does "
+                    "not rise."
+                ),
+                evidence=(
+                    f"{name} {before:.4g} ({span(run.early)}), {after:.4g} ({span(run.late)}); the "
+                    f"reward changed by {rise:+.1f} standard errors"
+                ),
+                threshold=(
+                    f"a factor of {LENGTH:g} in either direction, reward up by less than {NOISE:g} "
+                    "standard errors; measured: at most 1.11"
+                ),
+                advice=(
+                    'a loss without length bias (trainer.loss.normalize_by = "constant", as Dr. '
+                    "GRPO, arXiv 2503.20783); orchestrator.algo.length_penalty; or "
+                    "orchestrator.train.sampling.max_completion_tokens"
+                ),
+                env=env,
             )
 
 
@@ -134,15 +156,21 @@ def dominant_term(run: History) -> Iterator[Verdict]:
         if shares[top] > DOMINANT:
             others = ", ".join(f"{n} {s:.1%}" for n, s in zip(names, shares, strict=True))
             yield Verdict(
-                "dominant_term",
-                f"The reward term {names[top]!r} alone decides which sibling is better.",
-                f"shares of the reward's variance among siblings: {others} ({span(run.late)})",
-                f"more than {DOMINANT:.0%}, while another term differs among siblings too "
-                f"(standard deviation above {VARIES}). By convention: less than 5 % of a gradient "
-                "is left for the others",
-                "the terms' weights in the taskset (rewards are summed weight times term), or an "
-                "env of its own for each term",
-                env,
+                name="dominant_term",
+                finding=f"The reward term {names[top]!r} alone decides which sibling is better.",
+                evidence=(
+                    f"shares of the reward's variance among siblings: {others} ({span(run.late)})"
+                ),
+                threshold=(
+                    f"more than {DOMINANT:.0%}, while another term differs among siblings too "
+                    f"(standard deviation above {VARIES}). By convention: less than 5 % of a "
+                    "gradient is left for the others"
+                ),
+                advice=(
+                    "the terms' weights in the taskset (rewards are summed weight times term), or "
+                    "an env of its own for each term"
+                ),
+                env=env,
             )
 
 
@@ -158,14 +186,20 @@ def silent_env(run: History) -> Iterator[Verdict]:
             reward = mean_of(run.values(f"train/{env}/all/reward/mean", run.late))
             kind = "too hard" if reward < 0.5 else "solved"
             yield Verdict(
-                "silent_env",
-                f"The env teaches nothing: siblings have equal rewards, as if it were {kind}.",
-                f"{share:.1%} of {count} rollouts have credit ({span(run.late)}); mean reward "
-                f"{reward:.3g}",
-                f"below {SILENT:.0%}; measured: never below 64 %",
-                "its ratio in [[orchestrator.train.env]], its args (easier or harder examples), "
-                'its group_size, or orchestrator.sampler.type = "difficulty_pools"',
-                env,
+                name="silent_env",
+                finding=(
+                    f"The env teaches nothing: siblings have equal rewards, as if it were {kind}."
+                ),
+                evidence=(
+                    f"{share:.1%} of {count} rollouts have credit ({span(run.late)}); mean reward "
+                    f"{reward:.3g}"
+                ),
+                threshold=f"below {SILENT:.0%}; measured: never below 64 %",
+                advice=(
+                    "its ratio in [[orchestrator.train.env]], its args (easier or harder "
+                    'examples), its group_size, or orchestrator.sampler.type = "difficulty_pools"'
+                ),
+                env=env,
             )
 
 
@@ -180,14 +214,20 @@ def truncation(run: History) -> Iterator[Verdict]:
         if share > TRUNCATED:
             length = mean_of(run.values(f"train/{env}/all/num_output_tokens/max", run.late))
             yield Verdict(
-                "truncation",
-                "Many replies are cut off at the token limit, and are scored unfinished.",
-                f"{name} {share:.1%} ({span(run.late)}); longest reply {length:.0f} tokens",
-                f"above {TRUNCATED:.0%}. By convention; upstream's opsd degrades at 99 %; "
-                "measured: 0",
-                "raise orchestrator.train.sampling.max_completion_tokens, seq_len or "
-                "inference.max_model_len; or add orchestrator.algo.length_penalty",
-                env,
+                name="truncation",
+                finding="Many replies are cut off at the token limit, and are scored unfinished.",
+                evidence=(
+                    f"{name} {share:.1%} ({span(run.late)}); longest reply {length:.0f} tokens"
+                ),
+                threshold=(
+                    f"above {TRUNCATED:.0%}. By convention; upstream's opsd degrades at 99 %; "
+                    "measured: 0"
+                ),
+                advice=(
+                    "raise orchestrator.train.sampling.max_completion_tokens, seq_len or "
+                    "inference.max_model_len; or add orchestrator.algo.length_penalty"
+                ),
+                env=env,
             )
 
 
@@ -201,14 +241,19 @@ def dead_groups(run: History) -> Iterator[Verdict]:
         share, count = teaching_share(run, env)
         if env not in silent and count >= ENOUGH and 1 - share > DEAD:
             yield Verdict(
-                "dead_groups",
-                "Most groups have no credit: their samples cost time and teach nothing.",
-                f"{1 - share:.1%} of {count} rollouts have no credit ({span(run.late)})",
-                f"above {DEAD:.0%}: more than every second sample is wasted (the loss that dynamic "
-                "sampling avoids: DAPO, arXiv 2503.14476, section 3.2); measured: at most 36 %",
-                'orchestrator.sampler.type = "difficulty_pools"; a larger group_size; '
-                "orchestrator.oversampling_factor keeps the batches full meanwhile",
-                env,
+                name="dead_groups",
+                finding="Most groups have no credit: their samples cost time and teach nothing.",
+                evidence=f"{1 - share:.1%} of {count} rollouts have no credit ({span(run.late)})",
+                threshold=(
+                    f"above {DEAD:.0%}: more than every second sample is wasted (the loss that "
+                    "dynamic sampling avoids: DAPO, arXiv 2503.14476, section 3.2); measured: at "
+                    "most 36 %"
+                ),
+                advice=(
+                    'orchestrator.sampler.type = "difficulty_pools"; a larger group_size; '
+                    "orchestrator.oversampling_factor keeps the batches full meanwhile"
+                ),
+                env=env,
             )
 
 
@@ -222,13 +267,17 @@ def clip_share(run: History) -> Iterator[Verdict]:
         share = mean_of(run.values(name, run.late))
         if share > CLIPPED:
             yield Verdict(
-                "clip_share",
-                "The trust region leaves out a large share of the tokens.",
-                f"{name} {share:.1%} ({span(run.late)})",
-                f"above {CLIPPED:.0%}; measured: at most 1 % over a window. Sequence-level losses "
-                "clip more by design: GSPO reports 15 % (arXiv 2507.18071, section 5.2)",
-                "lower trainer.optim.lr, trainer.epochs or orchestrator.max_off_policy_steps; or "
-                "widen the bounds in [trainer.loss]",
+                name="clip_share",
+                finding="The trust region leaves out a large share of the tokens.",
+                evidence=f"{name} {share:.1%} ({span(run.late)})",
+                threshold=(
+                    f"above {CLIPPED:.0%}; measured: at most 1 % over a window. Sequence-level "
+                    "losses clip more by design: GSPO reports 15 % (arXiv 2507.18071, section 5.2)"
+                ),
+                advice=(
+                    "lower trainer.optim.lr, trainer.epochs or orchestrator.max_off_policy_steps; "
+                    "or widen the bounds in [trainer.loss]"
+                ),
             )
 
 
@@ -241,7 +290,7 @@ def staleness_bias(run: History) -> Iterator[Verdict]:
     live = [each for each in run.last_rollouts if each.rollout.is_live]
     aged = [each for each in live if each.dropped_by == STALE]
     kept = [each for each in live if each.dropped_by is None]
-    cancelled = {env: increase(run, f"dispatcher/cancelled/{env}") for env in run.envs}
+    cancelled = {env: increase(run, f"dispatcher/cancelled/{env}") for env in run.requested_envs}
     finished = sum(float(run.rows[step].get("batch/agg/seen", 0.0)) for step in run.late)
     lost = len(aged) / max(len(live), 1) + sum(cancelled.values()) / max(
         finished + sum(cancelled.values()), 1.0
@@ -255,30 +304,46 @@ def staleness_bias(run: History) -> Iterator[Verdict]:
     rates = {
         env: (sum(e.rollout.env == env for e in aged) + cancelled[env])
         / max(sum(e.rollout.env == env for e in live) + cancelled[env], 1.0)
-        for env in run.envs
+        for env in run.requested_envs
     }
     worst = max(rates, key=lambda env: rates[env])
     others = [rate for env, rate in rates.items() if env != worst]
     if ratio < SKEW and old < SKEW and not (others and rates[worst] > 2 * max(others)):
         return
     shares = ", ".join(f"{env} {rate:.1%}" for env, rate in rates.items())
-    yield Verdict(
-        "staleness_bias",
-        "Rollouts that are dropped for their age differ from those that train: long or slow ones "
-        "are missing from the gradient.",
-        f"dropped for age: {shares} ({span(run.late)}); their mean length is {ratio:.2f} times "
-        f"that of the kept ones, and the older half of the kept ones {old:.2f} times the mean",
-        f"more than {AGED:.0%} dropped, and a length ratio of {SKEW:g} or an env at twice the rate "
-        "of the others. By convention; measured: nothing is dropped",
+    advice = (
         "raise orchestrator.max_off_policy_steps; lower orchestrator.max_inflight_rollouts or "
         "oversampling_factor; bound the length by orchestrator.train.sampling."
-        "max_completion_tokens",
-        worst if others else None,
+        "max_completion_tokens"
+    )
+    partial = run.config.get("orchestrator", {}).get("partial_groups") or {}
+    if partial.get("rest") == "cancel":
+        advice = (
+            'set orchestrator.partial_groups.rest = "group": the members that "cancel" cuts off '
+            f"count as dropped here; {advice}"
+        )
+    yield Verdict(
+        name="staleness_bias",
+        finding=(
+            "Rollouts that are dropped for their age differ from those that train: long or slow "
+            "ones are missing from the gradient."
+        ),
+        evidence=(
+            f"dropped for age: {shares} ({span(run.late)}); their mean length is {ratio:.2f} times "
+            f"that of the kept ones, and the older half of the kept ones {old:.2f} times the mean"
+        ),
+        threshold=(
+            f"more than {AGED:.0%} dropped, and a length ratio of {SKEW:g} or an env at twice the "
+            "rate of the others. By convention; measured: nothing is dropped"
+        ),
+        advice=advice,
+        env=worst if others else None,
     )
 
 
 SAME = 0.2
 SAME_GROWTH = 3.0
+NEARLY_ALL = 0.9
 EXAMPLES = 8
 
 
@@ -289,20 +354,27 @@ def duplicates(run: History) -> Iterator[Verdict]:
     for env, seen in after.items():
         share, reply, examples = most_common_reply(seen)
         start, _, _ = most_common_reply(before.get(env, []))
-        if examples >= EXAMPLES and share > SAME and share > SAME_GROWTH * start:
+        has_grown = share > SAME and share > SAME_GROWTH * start
+        if examples >= EXAMPLES and (has_grown or share > NEARLY_ALL):
             same = [each.rollout.reward for each in seen if each.reply == reply]
             rest = [each.rollout.reward for each in seen if each.reply != reply]
             pays = bool(rest) and np.mean(same) > np.mean(rest)
             what = "It pays: look for a hole in the reward." if pays else "It does not pay."
             yield Verdict(
-                "duplicates",
-                f"One reply answers many different examples. {what}",
-                f"{share:.1%} of {examples} examples got the same {len(reply) // 4} tokens "
-                f"({span(run.late)}), {start:.1%} at first; its mean reward is "
-                f"{np.mean(same):.3g}, that of the others {np.mean(rest or [0.0]):.3g}",
-                f"more than {SAME:.0%} of the examples and {SAME_GROWTH:g} times the share at "
-                "first; measured: at most 9 %",
-                "the taskset's reward function: `prime-rl report` shows these replies. Filter "
-                "repetition; a penalty that keeps the policy near its start (kl_to_initial)",
-                env,
+                name="duplicates",
+                finding=f"One reply answers many different examples. {what}",
+                evidence=(
+                    f"{share:.1%} of {examples} examples got the same {len(reply) // 4} tokens "
+                    f"({span(run.late)}), {start:.1%} at first; its mean reward is "
+                    f"{np.mean(same):.3g}, that of the others {np.mean(rest or [0.0]):.3g}"
+                ),
+                threshold=(
+                    f"more than {SAME:.0%} of the examples and {SAME_GROWTH:g} times the share at "
+                    f"first, or more than {NEARLY_ALL:.0%}; measured: at most 9 %"
+                ),
+                advice=(
+                    "the taskset's reward function: `prime-rl report` shows these replies. Filter "
+                    "repetition; a penalty that keeps the policy near its start (kl_to_initial)"
+                ),
+                env=env,
             )

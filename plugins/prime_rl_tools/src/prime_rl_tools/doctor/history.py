@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl import Rollout
+from prime_rl.rundir.rows import metrics_of, parse_row, read_table
 from prime_rl_app.files import reading
-from prime_rl_app.rollouts import read_rollouts, step_files
+from prime_rl_app.saved_rollouts import read_rollouts, step_files
 
 Values = npt.NDArray[np.float64]
 
@@ -82,16 +81,17 @@ class History:
             for step, start in places:
                 if step in self.early or step in self.late:
                     file.seek(start)
-                    self.rows[step].update(msgspec.json.decode(file.readline()))
+                    self.rows[step].update(metrics_of(parse_row(file.readline())))
 
     def _begin(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
         """Read the metrics ``OF_ALL``. Yields the step of each line, and where the line begins."""
         start = 0
-        for line in file:
-            if line.endswith(b"\n"):
-                row = msgspec.json.decode(line, type=dict[str, Any])
-                step = int(row["step"])
-                self.rows.setdefault(step, {}).update({n: row[n] for n in OF_ALL if n in row})
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n") and line.strip():
+                row = metrics_of(parse_row(line, number=number))
+                step = row["step"]
+                kept = {name: row[name] for name in row if name in OF_ALL or is_held_out(name)}
+                self.rows.setdefault(step, {}).update(kept)
                 yield step, start
             start += len(line)
 
@@ -100,23 +100,56 @@ class History:
         """The resolved config."""
         path = self.run_dir / "configs" / "run.json"
         with reading(path):
-            table: dict[str, Any] = json.loads(path.read_bytes())
+            table: dict[str, Any] = read_table(path)
         return table
+
+    def temperature_of(self, env: str) -> float:
+        """At which an env is sampled."""
+        train = self.config.get("orchestrator", {}).get("train", {})
+        named = {each.get("name") or each["id"]: each for each in train.get("env", ())}
+        of_env = named.get(env, {}).get("sampling") or {}
+        shared = train.get("sampling", {}).get("temperature", 1.0)
+        return float(of_env.get("temperature") or shared)
 
     @property
     def envs(self) -> list[str]:
-        """Labels of the envs that the last window saw."""
-        names = {
-            name.split("/")[1] for step in self.late for name in self.rows[step] if _is_env(name)
+        """Labels of the envs with scored rollouts in the last window."""
+        return self._labels("batch/", "/seen")
+
+    @property
+    def requested_envs(self) -> list[str]:
+        """Labels of the envs of which any rollout ended in the last window, also where all of them
+        failed or were cancelled."""
+        return sorted({*self.envs, *self._labels("train/", "/all/has_error/mean")})
+
+    def _labels(self, prefix: str, suffix: str) -> list[str]:
+        """What stands between the two in the names of metrics, without ``agg``."""
+        labels = {
+            name.removeprefix(prefix).removesuffix(suffix)
+            for step in self.late
+            for name in self.rows[step]
+            if name.startswith(prefix) and name.endswith(suffix)
         }
-        return sorted(names)
+        return sorted(labels - {"agg"})
+
+    @cached_property
+    def held_out(self) -> dict[str, list[float]]:
+        """The rewards of each env's evaluations, in order. An evaluation without one is left
+        out."""
+        rewards = dict[str, list[float]]()
+        for step in sorted(self.rows):
+            for name, value in self.rows[step].items():
+                if is_held_out(name) and value is not None and np.isfinite(value):
+                    env = name.removeprefix(EVAL).removesuffix(EVAL_REWARD)
+                    rewards.setdefault(env, []).append(float(value))
+        return rewards
 
     def values(self, name: str, steps: list[int]) -> Values:
         """A metric at some steps; steps that lack it are left out. A metric that is not one
         ``OF_ALL``: at steps of the windows only."""
         assert name in OF_ALL or {*steps} <= {*self.early, *self.late}, name
-        found = [self.rows[step][name] for step in steps if self.rows[step].get(name) is not None]
-        return np.array([value for value in found if np.isfinite(value)], np.float64)
+        known = [self.rows[step][name] for step in steps if self.rows[step].get(name) is not None]
+        return np.array([value for value in known if np.isfinite(value)], np.float64)
 
     @cached_property
     def at_peak(self) -> list[int]:
@@ -144,13 +177,26 @@ class History:
     def last_rollouts(self) -> list[Seen]:
         return list(self._read(self.late))
 
+    @cached_property
+    def _files(self) -> dict[int, Path]:
+        """The file of rollouts of each step that has one."""
+        return step_files(self.run_dir)
+
     def _read(self, steps: list[int]) -> Iterator[Seen]:
-        files = step_files(self.run_dir)
-        for step in [each for each in steps if each in files][-MAX_FILES:]:
-            number, rollouts, reasons = read_rollouts(files[step])
-            for rollout, reason in zip(rollouts, reasons, strict=True):
-                yield Seen(number, rollout, reason)
+        for step in [each for each in steps if each in self._files][-MAX_FILES:]:
+            yield from self.read_step(step)
+
+    def read_step(self, step: int) -> Iterator[Seen]:
+        """The rollouts of one step."""
+        number, rollouts, reasons = read_rollouts(self._files[step])
+        for rollout, reason in zip(rollouts, reasons, strict=True):
+            yield Seen(number, rollout, reason)
 
 
-def _is_env(name: str) -> bool:
-    return name.startswith("batch/") and name.endswith("/seen") and name != "batch/agg/seen"
+EVAL = "eval/"
+EVAL_REWARD = "/all/reward/mean"
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a metric is the mean reward of an evaluation."""
+    return name.startswith(EVAL) and name.endswith(EVAL_REWARD)

@@ -14,7 +14,7 @@ NOISE = 3.0
 """Standard errors from which on a change of the reward counts."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """One finding, as plain text."""
 
@@ -59,11 +59,11 @@ def span(steps: Sequence[int]) -> str:
 
 
 def by_env(seen: Iterable[Seen]) -> dict[str, list[Seen]]:
-    found: dict[str, list[Seen]] = defaultdict(list)
+    rollouts_of: dict[str, list[Seen]] = defaultdict(list)
     for each in seen:
         if each.rollout.is_live:
-            found[each.rollout.env].append(each)
-    return found
+            rollouts_of[each.rollout.env].append(each)
+    return rollouts_of
 
 
 def centred_by(columns: Values, groups: Sequence[object]) -> Values:
@@ -79,9 +79,9 @@ def centred_by(columns: Values, groups: Sequence[object]) -> Values:
 def teaching_share(run: History, env: str) -> tuple[float, int]:
     """The share of an env's rollouts in the last window that have credit, and their number. From
     the saved rollouts; without them, the share that filters left."""
-    own = by_env(run.last_rollouts).get(env)
-    if own:
-        decided = [each for each in own if each.dropped_by != STALE]
+    of_env = by_env(run.last_rollouts).get(env)
+    if of_env:
+        decided = [each for each in of_env if each.dropped_by != STALE]
         return sum(each.teaches for each in decided) / max(len(decided), 1), len(decided)
     seen, kept = (run.values(f"batch/{env}/{key}", run.late).sum() for key in ("seen", "trainable"))
     return float(kept / max(seen, 1)), int(seen)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
+
+import msgspec
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.rundir.rows import read_rows
+from prime_rl.rundir.rows import read_rows, read_table
 from prime_rl_evals.figures import Finished, num_tokens
 from prime_rl_tools.eval.request import EvalRequest, folder_of
 
@@ -26,13 +28,24 @@ PLAIN = (
 
 
 class _Line(TypedDict):
-    """What is read of a line besides ``PLAIN``."""
+    """The fields that are read of a line."""
 
     ok: bool
     example: int
     member: int
-    usage: list[int]
-    num_branches: int
+    reward: float
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    num_turns: int
+    is_truncated: bool
+    stop_condition: str | None
+    error_type: str | None
+    error: str | None
+    status_code: int | None
+    agent: str
+    timing: dict[str, float]
+    usage: tuple[int, int]
+    num_branches: Annotated[int, msgspec.Meta(ge=0, le=10**6)]
 
 
 Place = tuple[int, int]
@@ -49,10 +62,10 @@ class EvalFiles:
         self._own = request.as_record()
         path = self.folder / "eval.json"
         if path.exists():
-            self._check(json.loads(path.read_text("utf-8")), request.settings.resume)
+            self._check(read_table(path), request.settings.resume)
         for env in request.evaluation.env:
             self.rollouts(env.label).parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self._own, indent=2))
+        path.write_text(json.dumps(self._own, indent=2), "utf-8")
 
     def rollouts(self, env: str) -> Path:
         """The file of one env's rollouts."""
@@ -73,7 +86,7 @@ class EvalFiles:
             "traces": [_record(result) for result in results],
         }
         try:
-            with self.rollouts(env).open("a") as file:
+            with self.rollouts(env).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, default=str) + "\n")
         except OSError as error:
             raise RunError(f"cannot write {self.rollouts(env)}: {error}") from error
@@ -89,7 +102,7 @@ class EvalFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2), "utf-8")
 
     def _check(self, before: Mapping[str, Any], resume: bool) -> None:
         if not resume:
@@ -126,5 +139,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _result(row: Mapping[str, Any]) -> RolloutResult:
     """The result that a line holds, without tokens."""
     fields = {name: row[name] for name in PLAIN} | {"usage": tuple(row["usage"])}
-    branch = BranchTokens([], [], [], [], [], [], None)
+    branch = BranchTokens(
+        [], [], logprobs=[], roles=[], is_content=[], node_ids=[], policy_versions=None
+    )
     return RolloutResult(**fields, branches=[branch] * row["num_branches"])

@@ -17,8 +17,10 @@ from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
+from prime_rl.config.removed import without_removed
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
+from prime_rl.env.rendering import read_renderer
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.proxies import is_loopback, settle
@@ -32,7 +34,7 @@ from prime_rl_app.config import (
     read_toml,
     set_at,
 )
-from prime_rl_app.runs import LATEST, find_run
+from prime_rl_app.run_states import LATEST, find_run
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings
 from prime_rl_tools.replay.score import read_run_config
@@ -87,7 +89,13 @@ def read_request(
     """Check a command line and ask the endpoint for its models. Raises ``ConfigError``."""
     settings = validated(EvalSettings, options)
     evaluation = read_envs(what, overrides, settings)
-    check_envs(evaluation)
+    try:
+        check_envs(evaluation)
+    except ConfigError as error:
+        is_a_name = len(what) == 1 and not what[0].endswith(".toml")
+        if not is_a_name or "no taskset" not in str(error):
+            raise
+        raise ConfigError(f"{error} No run of that name is in outputs either.") from error
     run_dir = run_named(what)
     renderer = None if run_dir is None else run_renderer(run_dir)
     endpoint = find_endpoint(
@@ -149,7 +157,8 @@ def run_renderer(run_dir: Path) -> RunRenderer:
         )
 
     hooks = load_plugins(disabled=config.plugins.disabled)
-    return RunRenderer(build_renderer(config, hooks), folder)
+    chosen = read_renderer(run_dir)
+    return RunRenderer(chosen or build_renderer(config, hooks, folder), folder)
 
 
 def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSettings) -> EvalConfig:
@@ -178,7 +187,7 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
     for path, value in pairs:
         set_at(table, path, value)
     keep_texts(table, overrides)
-    whole = merge(installed_defaults(), table).get("orchestrator")
+    whole = without_removed(merge(installed_defaults(), table)).get("orchestrator")
     evaluation = _validated(OrchestratorConfig, whole, "orchestrator").eval
     if not evaluation.env:
         raise ConfigError(f"{', '.join(what)}: there is no table [[orchestrator.eval.env]]")

@@ -24,7 +24,7 @@ from prime_rl_tools.eval.files import EvalFiles, Place
 from prime_rl_tools.eval.request import EvalRequest
 
 
-class Progress(Protocol):
+class EvalProgress(Protocol):
     """Receives the progress of an evaluation."""
 
     def start(self, env: str, total: int, finished: Sequence[Finished]) -> None:
@@ -53,7 +53,7 @@ class EnvFigures:
         return self.num_failed == self.num_rollouts
 
 
-def evaluate(request: EvalRequest, progress: Progress) -> list[EnvFigures]:
+def evaluate(request: EvalRequest, progress: EvalProgress) -> list[EnvFigures]:
     """Sample every rollout and save it. Returns the figures of each env.
 
     Raises ``ConfigError`` if an environment cannot be made, or if the folder holds another
@@ -61,7 +61,7 @@ def evaluate(request: EvalRequest, progress: Progress) -> list[EnvFigures]:
     """
     files = EvalFiles(request)
     envs = [_env(request, env) for env in request.evaluation.env]
-    finished = asyncio.run(_sample(request, envs, files, progress))
+    finished = asyncio.run(_sample(request, envs, files=files, progress=progress))
     results = [_figures(env, finished[env.name]) for env in envs]
     files.write_summary(
         {
@@ -95,7 +95,7 @@ def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
 
 
 async def _sample(
-    request: EvalRequest, envs: Sequence[EvalEnv], files: EvalFiles, progress: Progress
+    request: EvalRequest, envs: Sequence[EvalEnv], files: EvalFiles, progress: EvalProgress
 ) -> dict[str, dict[Place, Finished]]:
     """Sample what is missing, alternating between envs. Returns all rollouts by env and place."""
     finished = {env.name: files.read(env.name) if request.settings.resume else {} for env in envs}
@@ -151,10 +151,10 @@ async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place,
     except ExampleFailed as error:
         results = [failed(type(error).__name__, str(error))]
 
-    own = of_the_policy(results)
+    of_policy = of_the_policy(results)
     place = (job.example, job.member)
-    files.append(job.env.name, place, own, results)
-    return place, Finished(job.example, own)
+    files.append(job.env.name, place, of_policy, results)
+    return place, Finished(job.example, of_policy)
 
 
 def _figures(env: EvalEnv, finished: dict[Place, Finished]) -> EnvFigures:
@@ -179,6 +179,6 @@ def _kind(error_type: str | None, status: int | None) -> str:
 def _own_names(metrics: dict[str, float], prefix: str) -> Iterator[tuple[str, float]]:
     """Leave out what only a run's policy has, and what is a field of ``EnvFigures``."""
     for name, value in metrics.items():
-        own = name.removeprefix(prefix)
-        if own not in ("policy_version", "num_policy_versions", "cancelled", "num_failed"):
-            yield own, value
+        short = name.removeprefix(prefix)
+        if short not in ("policy_version", "num_policy_versions", "cancelled", "num_failed"):
+            yield short, value

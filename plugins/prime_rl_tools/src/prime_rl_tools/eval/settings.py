@@ -16,7 +16,7 @@ def _json_object(text: object) -> object:
         return text
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
 
     if not isinstance(value, dict):
@@ -25,7 +25,7 @@ def _json_object(text: object) -> object:
 
 
 class EvalSettings(Settings):
-    """What is measured against which endpoint. A setting of the rollouts applies to every env."""
+    """What is measured, and at which endpoint. A setting of the rollouts applies to every env."""
 
     config: tuple[Path, ...] = ()
     """A TOML file; the same as naming it first."""
@@ -53,7 +53,7 @@ class EvalSettings(Settings):
     """Seconds per rollout. 600 unless the TOML sets it."""
     max_concurrency: PositiveInt = 32
     """Rollouts in flight at once."""
-    seed: int | None = None
+    seed: Annotated[int, Field(gt=-(2**62), lt=2**62)] | None = None
     """Rollout m of example e is sampled with seed + e * group_size + m. Left out: the endpoint's
     own seeds."""
     output: Path | None = None
@@ -75,6 +75,6 @@ class EvalSettings(Settings):
             "top_p": self.top_p,
             "max_completion_tokens": self.max_tokens,
         }
-        given = {key: value for key, value in env.items() if value is not None}
+        keys = {key: value for key, value in env.items() if value is not None}
         sampled = {key: value for key, value in sampling.items() if value is not None}
-        return given | ({"sampling": sampled} if sampled else {})
+        return keys | ({"sampling": sampled} if sampled else {})

@@ -109,8 +109,8 @@ def print_results(console: Console, results: Sequence[EnvFigures]) -> None:
 
 def _terms(result: EnvFigures) -> dict[str, float]:
     """The env's own metrics."""
-    found = re.compile("all/metrics/(.+)/mean")
-    matches = ((found.fullmatch(name), value) for name, value in result.figures.items())
+    pattern = re.compile("all/metrics/(.+)/mean")
+    matches = ((pattern.fullmatch(name), value) for name, value in result.figures.items())
     return {match[1]: value for match, value in matches if match}
 
 

@@ -64,15 +64,17 @@ class Pair:
         """One sentence."""
         seeds = f"{self.num_seeds} seed{'s' * (self.num_seeds != 1)}"
         if self.decided:
-            found = f"{self.better} is better than {self.other} by {self.mean:.3f}"
+            sentence = f"{self.better} is better than {self.other} by {self.mean:.3f}"
         elif self.low == self.high == 0:
             return f"No difference found: {self.better} and {self.other} are equal in {seeds}."
         else:
-            found = f"No difference found between {self.better} and {self.other} ({self.mean:+.3f})"
+            sentence = (
+                f"No difference found between {self.better} and {self.other} ({self.mean:+.3f})"
+            )
 
         if self.high == inf:
-            return f"{found}: {seeds} {'is' if self.num_seeds == 1 else 'are'} too few to tell."
-        return f"{found}: {seeds}, interval {self.low:+.3f} to {self.high:+.3f}."
+            return f"{sentence}: {seeds} {'is' if self.num_seeds == 1 else 'are'} too few to tell."
+        return f"{sentence}: {seeds}, interval {self.low:+.3f} to {self.high:+.3f}."
 
 
 def compare(rewards: Mapping[str, Mapping[int, float]], against: str | None = None) -> list[Pair]:
@@ -80,15 +82,15 @@ def compare(rewards: Mapping[str, Mapping[int, float]], against: str | None = No
     and seed; seeds that a config lacks do not count for its pairs. The intervals of all these pairs
     hold together (Bonferroni)."""
     pairs = [pair for pair in combinations(rewards, 2) if against is None or against in pair]
-    found = []
+    comparisons = []
     for first, second in pairs:
         seeds = sorted(rewards[first].keys() & rewards[second].keys())
         differences = [rewards[first][seed] - rewards[second][seed] for seed in seeds]
         mean = fmean(differences) if differences else 0.0
         names = (first, second) if mean >= 0 else (second, first)
         signed = differences if mean >= 0 else [-each for each in differences]
-        found.append(
+        comparisons.append(
             Pair(*names, abs(mean), *interval(signed, LEVEL / len(pairs)), num_seeds=len(seeds))
         )
 
-    return found
+    return comparisons

@@ -12,13 +12,13 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from prime_rl_app.runs import REWARD
+from prime_rl_app.run_states import REWARD
 from prime_rl_tools.race.compare import LEVEL, Pair, compare
-from prime_rl_tools.race.runs import Point
+from prime_rl_tools.race.schedule import Point
 from prime_rl_tools.view.summary import read_curve, running_mean
 
 Results = Mapping[str, Mapping[int, Point]]
-"""Of each config by name: the result of each seed."""
+"""The result of each seed, by the name of its config."""
 
 
 def pairs_of(results: Results, against: str | None) -> list[Pair]:

@@ -9,10 +9,13 @@ import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.balance import ATTENTION_FLOPS
-from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.orchestrator.packer import batch_frames, batch_to_pack
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_optimizer
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, stream, stream_names
-from prime_rl_app.rollouts import FrameDigest, StoredStep
+from prime_rl_app.saved_rollouts import FrameDigest, StoredStep
 from prime_rl_tools.replay.host import losses_of
 from prime_rl_tools.replay.score import Replayed, Scored
 
@@ -24,9 +27,17 @@ def frames_of(
     # A run of an earlier version has samples that were cut when they were packed.
     limit = config.seq_len
     cut = [replace(each, samples=[sample.cut(limit) for sample in each.samples]) for each in kept]
-    packing = packing_of(step, cut, losses_of(config), limit)
+    packing = batch_to_pack(step, cut, losses=losses_of(config), limit=limit)
     trainer = config.trainer
-    return batch_frames(packing, config.row_tokens, num_ranks, ATTENTION_FLOPS, trainer.minibatches)
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    return batch_frames(
+        packing,
+        config.row_tokens,
+        num_ranks=num_ranks,
+        attention_flops=ATTENTION_FLOPS,
+        minibatches=trainer.minibatches,
+        one_env_per_row=make_optimizer(trainer.optim, hooks).weighs_envs,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ def change_of(config: RunConfig, replayed: Replayed, step: StoredStep) -> StepCh
 def _frames_equal(config: RunConfig, replayed: Replayed, step: StoredStep) -> bool | None:
     if not step.frames:
         return None
-    made = frames_of(config, step.step, replayed.kept_again(step), len(step.frames))
+    made = frames_of(config, step.step, kept=replayed.kept_again(step), num_ranks=len(step.frames))
     return [FrameDigest.of(frame) for frame in made] == step.frames
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import Counter
@@ -18,13 +17,14 @@ from rich.text import Text
 
 from prime_rl.errors import RunError, WireError
 from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl.rundir.rows import parse_row, read_table
 from prime_rl.streams import stream_names
 from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
 from prime_rl.wire.sealing import unsealed
 from prime_rl_app.files import reading
-from prime_rl_app.rollouts import StoredRollout, read_step
-from prime_rl_app.runs import run_info
+from prime_rl_app.run_states import run_info
+from prime_rl_app.saved_rollouts import StoredRollout, read_step
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.terminal import Console
 
@@ -36,7 +36,17 @@ LONGEST = 40
 
 PRINTED = {
     "rows": ("tokens", "sequences", "masked in", "envs", "streams", "mean logprob"),
-    "rollouts": ("env", "group", "agent", "reward", "credit", "turns", "tokens", "dropped by"),
+    "rollouts": (
+        "env",
+        "group",
+        "agent",
+        "reward",
+        "credit",
+        "turns",
+        "tokens",
+        "dropped by",
+        "why",
+    ),
 }
 """Columns printed of a wide table."""
 
@@ -170,6 +180,7 @@ def _rollout(stored: StoredRollout) -> Facts:
         "version": rollout.policy_version,
         "streams": streams,
         "dropped by": stored.dropped_by,
+        "why": stored.why_dropped or None,
     }
 
 
@@ -216,7 +227,7 @@ def _folder(path: Path) -> Facts:
     config = path / "config.json"
     if config.exists():
         with reading(config):
-            facts["model"] = json.loads(config.read_text("utf-8")).get("model_type")
+            facts["model"] = read_table(config).get("model_type")
 
     return facts | {"tensors": tensors}
 
@@ -229,17 +240,18 @@ def _is_complete(path: Path, files: list[Path], weights: list[Path]) -> bool:
     if path.name.startswith((".", "step_")) or not (path / "config.json").is_file():
         return False
     index = path / "model.safetensors.index.json"
-    named = (
-        set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
-    )
+    named: set[str] = set()
+    if index.is_file():
+        table: _Index = read_table(index, _Index)
+        named = {*table.weight_map.values()}
     present = {each.relative_to(path).as_posix() for each in weights}
     return bool(weights) and present.issuperset(named) and all(map(_is_whole, weights))
 
 
 def _is_whole(file: Path) -> bool:
     """Whether a safetensors file has the bytes that its header announces."""
-    size, header = _header(file)
-    ends = [t["data_offsets"][1] for t in header.values()]
+    size, tensors = _header(file)
+    ends = [tensor.data_offsets[1] for tensor in tensors.values()]
     return file.stat().st_size == _LENGTH.size + size + max(ends, default=0)
 
 
@@ -247,32 +259,36 @@ _LENGTH = struct.Struct("<Q")
 
 
 def _tensors(file: Path) -> list[Facts]:
-    _, header = _header(file)
-    try:
-        tensors = msgspec.convert(header, dict[str, _Tensor])
-    except ValueError as error:
-        raise RunError(f"{file}: not a whole safetensors file: {error}") from error
-
+    _, tensors = _header(file)
     return [
-        msgspec.structs.asdict(tensor) | {"name": name, "parameters": math.prod(tensor.shape)}
+        {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "name": name,
+            "parameters": math.prod(tensor.shape),
+        }
         for name, tensor in tensors.items()
     ]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class _Tensor(msgspec.Struct):
     dtype: str
     shape: list[int]
+    data_offsets: tuple[int, int]
 
 
-def _header(file: Path) -> tuple[int, Facts]:
+def _header(file: Path) -> tuple[int, dict[str, _Tensor]]:
     """Size of the header of a safetensors file, and its tensors, which are not read."""
     try:
         with file.open("rb") as stream:
             (size,) = _LENGTH.unpack(stream.read(_LENGTH.size))
             text = stream.read(min(size, file.stat().st_size))
-        header = msgspec.json.decode(text, type=dict[str, Any])
+        header = parse_row(text, dict[str, Any])
+        header.pop("__metadata__", None)
+        return size, msgspec.convert(header, dict[str, _Tensor])
     except (OSError, struct.error, ValueError, RecursionError) as error:
         raise RunError(f"{file}: not a whole safetensors file: {error}") from error
-
-    header.pop("__metadata__", None)
-    return size, header

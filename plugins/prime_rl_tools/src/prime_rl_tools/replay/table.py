@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.config.orchestrator import AlgoConfig, EnvConfig
 from prime_rl.rollout import Rollout
 from prime_rl_tools.replay.compare import StepChange, credit
 from prime_rl_tools.replay.score import Scored
@@ -21,13 +21,25 @@ FRAMES = {
 
 
 def print_algorithms(
-    console: Console, before: Mapping[str, AlgoConfig], after: Mapping[str, AlgoConfig]
+    console: Console,
+    before: Mapping[str, AlgoConfig],
+    after: Mapping[str, AlgoConfig],
+    envs: Sequence[EnvConfig],
 ) -> None:
-    """Print the algorithm of each env, in the run and in the replay."""
+    """Print the algorithm of each env, in the run and in the replay. ``envs``: of the run, whose
+    agents may have algorithms of their own."""
+    agents = {env.label: env.agents for env in envs}
     for env, table in before.items():
         now = after[env]
+        of_agents = [
+            f"{name} by {_described(agent.algo)}"
+            for name, agent in agents.get(env, {}).items()
+            if isinstance(agent.algo, AlgoConfig)
+        ]
+        others = f"any other agent by {_described(table)}" if of_agents else _described(table)
         same = "the same algorithm" if now == table else f"now {_described(now)}"
-        console.print(f"{env}: {_described(table)}, {same}", markup=False, highlight=False)
+        text = ", ".join([*of_agents, others, same])
+        console.print(f"{env}: {text}", markup=False, highlight=False)
 
 
 def _described(table: AlgoConfig) -> str:

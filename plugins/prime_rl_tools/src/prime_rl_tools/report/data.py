@@ -18,9 +18,9 @@ import numpy as np
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.rollout import Rollout
-from prime_rl.rundir.rows import parse_row, whole_lines
+from prime_rl.rundir.rows import metrics_of, parse_row_of, whole_lines
 from prime_rl_app.files import reading
-from prime_rl_app.rollouts import StoredRollout
+from prime_rl_app.saved_rollouts import StoredRollout
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.replay.score import Scored
 from prime_rl_tools.report.exports import StepExports
@@ -67,7 +67,7 @@ def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], int]:
     """Every metric as ``[step, value]`` pairs, in the order of steps, from the byte ``start`` on;
     and the byte after them."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
     if not path.exists():
         return {}, 0
     with reading(path):
@@ -75,17 +75,17 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
             file.seek(start)
             lines = file.read()
 
-        for line in filter(None, whole_lines(lines)):
-            record = parse_row(line)
+        for line in filter(bytes.strip, whole_lines(lines)):
+            record = metrics_of(parse_row_of(path, line))
             step = record["step"]
             for name, value in record.items():
                 if name not in ("step", "time") and isinstance(value, int | float):
-                    found[name][step] = float(f"{value:.6g}")
+                    curves[name][step] = float(f"{value:.6g}")
 
-    found |= _dropped(found)
+    curves |= _dropped(curves)
     ordered = {
         name: [[step, value] for step, value in sorted(points.items())]
-        for name, points in sorted(found.items())
+        for name, points in sorted(curves.items())
     }
     return ordered, start + lines.rfind(b"\n") + 1
 
@@ -177,6 +177,7 @@ def shown(stored: StoredRollout, scored: Scored | None, exports: StepExports) ->
         "stop": rollout.stop_condition,
         "truncated": rollout.is_truncated,
         "source": rollout.source,
+        "objections": dict(stored.objections),
     }
 
 
@@ -212,6 +213,6 @@ def _texts(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def scale(values: Iterable[float | None]) -> float:
-    """The credit with full color: the 98th percentile of the rollouts', 1.0 if all are 0."""
+    """The credit that is drawn in full color: the 98th percentile, or 1.0 if all credit is 0."""
     sizes = [abs(value) for value in values if value]
     return float(f"{np.quantile(sizes, 0.98):.3g}") if sizes else 1.0

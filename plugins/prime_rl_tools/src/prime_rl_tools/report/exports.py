@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-import msgspec
 import numpy as np
 
 from prime_rl.errors import RunError
 from prime_rl.rollout import Sample
+from prime_rl.rundir.rows import parse_row
 from prime_rl_app.files import reading
 
 SHOWN = {
@@ -42,8 +42,10 @@ class StepExports:
         for path in sorted(directory.glob("rank_*")):
             with reading(path):
                 for record in _records(path):
-                    names = ("env_name", "token_ids", "inference_logprobs")
-                    self._found.setdefault(_key(*(record[n] for n in names)), []).append(record)
+                    place = _key(
+                        record["env_name"], record["token_ids"], record["inference_logprobs"]
+                    )
+                    self._found.setdefault(place, []).append(record)
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -51,12 +53,12 @@ class StepExports:
     def take(self, env: str, sample: Sample) -> dict[str, list[Any]]:
         """The trainer's values of a sample, [T] by name; empty if it did not train."""
         limit = self._seq_len
-        found = self._found.get(
+        export = self._found.get(
             _key(env, sample.token_ids[:limit], sample.inference_logprobs[:limit])
         )
-        if not found:
+        if not export:
             return {}
-        record = found.pop()
+        record = export.pop()
         rest = [None] * (len(sample) - len(record["token_ids"]))
         return {
             name: list(record[field]) + rest
@@ -71,6 +73,14 @@ def _key(env: str, token_ids: Any, logprobs: Any) -> Key:
     return env, ids.tobytes(), floats.tobytes()
 
 
+class _Record(TypedDict):
+    """Fields that every line has."""
+
+    env_name: str
+    token_ids: list[int]
+    inference_logprobs: list[float | None]
+
+
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         if path.suffix == ".parquet":
@@ -78,7 +88,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield from parquet.read_table(path).to_pylist()
         else:
             with path.open("rb") as file:
-                for line in file:
-                    yield msgspec.json.decode(line)
-    except (OSError, ImportError, msgspec.DecodeError) as error:
+                for number, line in enumerate(file, start=1):
+                    yield parse_row(line, _Record, number)
+    except (OSError, ImportError, ValueError) as error:
         raise RunError(f"{path}: the token export cannot be read: {error}") from error

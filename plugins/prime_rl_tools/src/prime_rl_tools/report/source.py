@@ -18,9 +18,9 @@ import msgspec
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import PrimeRLError
-from prime_rl_app.files import reading
-from prime_rl_app.rollouts import StoredRollout, StoredStep, numbered, read_step, step_files
-from prime_rl_app.runs import run_info
+from prime_rl.rundir.rows import read_table
+from prime_rl_app.run_states import run_info
+from prime_rl_app.saved_rollouts import StoredRollout, StoredStep, numbered, read_step, step_files
 from prime_rl_tools.doctor import EVERY, diagnose
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
@@ -40,7 +40,7 @@ class Have(NamedTuple):
     metrics: int = 0
     """Bytes of ``metrics.jsonl``."""
     version: int = 0
-    """Of what the server has read."""
+    """Version of the data that the server has read."""
 
 
 class _Chunk(NamedTuple):
@@ -110,14 +110,21 @@ class RunSource:
         """Everything but the tokens that a page does not have yet. ``has``: what it has then."""
         known = Have(self.epoch) if have is None or have.epoch != self.epoch else have
         points, end = data.curves(self.run_dir / "metrics.jsonl", known.metrics)
-        envs = list(self.table.texts["env"])
+        held_out = {env.label for env in self.config.orchestrator.eval.env}
+        held_out -= {env.label for env in self._envs()}
+        envs = [env for env in self.table.texts["env"] if env not in held_out]
         described = algorithms_of(self.config, envs or [each.label for each in self._envs()])
         again = {env: data.describe(each) for env, each in (self._algorithms or {}).items()}
         pieces = self._pieces
         info = run_info(self.run_dir)
         return data.facts(self.run_dir, self.config) | {
             "reset": have is not None and have.epoch not in (0, self.epoch),
-            "has": Have(self.epoch, self.table.num_rows, 0 if pieces is None else len(pieces), end),
+            "has": Have(
+                self.epoch,
+                self.table.num_rows,
+                pieces=0 if pieces is None else len(pieces),
+                metrics=end,
+            ),
             "state": info.state,
             "step": info.step,
             "problems": self.problems,
@@ -137,7 +144,7 @@ class RunSource:
         return self.config.orchestrator.train.env
 
     def _scales(self) -> list[float]:
-        """The credit with full color, by env."""
+        """The credit that is drawn in full color, by env."""
         columns = self.table.columns
         credits = defaultdict(list)
         for name in ("credit", "credit_again"):
@@ -192,7 +199,8 @@ class RunSource:
 
         info = run_info(self.run_dir)
         now = (_stamp(self.run_dir / "metrics.jsonl"), info.state, info.step)
-        before, self._last = self._last, now
+        before = self._last
+        self._last = now
         return bool(fresh) or now != before
 
     def _read(self, path: Path, held_out: bool) -> None:
@@ -210,10 +218,10 @@ def _read_again(path: Path, modified: int, size: int) -> StoredStep:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 def eval_files(run_dir: Path) -> Iterator[Path]:
@@ -243,5 +251,11 @@ def tokenizer_folders(run_dir: Path) -> Iterator[Path]:
     yield run_dir / "weights"
     launch = run_dir / "configs" / "launch.json"
     if launch.exists():
-        with reading(launch):
-            yield Path(msgspec.json.decode(launch.read_bytes(), type=dict[str, Any])["model_path"])
+        model: _Model = read_table(launch, _Model)
+        yield Path(model.model_path)
+
+
+class _Model(msgspec.Struct):
+    """The facts that are read of a launch."""
+
+    model_path: str

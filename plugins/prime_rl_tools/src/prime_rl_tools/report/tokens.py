@@ -42,10 +42,10 @@ def prompt_ids(rollout: Rollout) -> list[int]:
         return []
     sample = rollout.samples[0]
     first = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample)
-    given = np.arange(len(sample)) < first
-    if sample.roles is not None and (said := given & (sample.roles == USER)).any():
-        given = said
-    return _content(sample, given)
+    is_prompt = np.arange(len(sample)) < first
+    if sample.roles is not None and (said := is_prompt & (sample.roles == USER)).any():
+        is_prompt = said
+    return _content(sample, is_prompt)
 
 
 def reply_ids(rollout: Rollout) -> list[int]:
@@ -68,8 +68,8 @@ def one_line(text: str, most: int = PREVIEW) -> str:
 def columns_of(sample: Sample) -> dict[str, Any]:
     """Its columns by name: a list, or one value if all tokens have the same; absent if the sample
     has none. ``ids`` is always a list, because it gives the number of tokens."""
-    found = {name: getattr(sample, column) for column, name in COLUMNS.items()}
-    made = {name: short(column) for name, column in found.items() if column is not None}
+    columns = {name: getattr(sample, column) for column, name in COLUMNS.items()}
+    made = {name: short(column) for name, column in columns.items() if column is not None}
     return made | {"ids": sample.token_ids.tolist()}
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import RunError
-from prime_rl_app.rollouts import StoredStep, read_step, step_files
+from prime_rl_app.saved_rollouts import StoredStep, read_step, step_files
 from prime_rl_tools.replay.score import Replayed
 from prime_rl_tools.report.data import differences
 from prime_rl_tools.report.source import RunSource, eval_files
@@ -60,7 +60,7 @@ def write_report(
             file.write(before)
             for number, source in enumerate(sources):
                 suffix = f"-{number}" if number else ""
-                _write_chunks(source, None if number else steps, f"chunk{suffix}", file)
+                _write_chunks(source, None if number else steps, name=f"chunk{suffix}", file=file)
                 compared = {"differs": differences([each.config for each in sources])}
                 _write_block(file, f"facts{suffix}", source.since() | compared)
             file.write(after)

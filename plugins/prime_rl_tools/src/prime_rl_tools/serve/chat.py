@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.scratch import Scratch
 from prime_rl_app.api import Run
 from prime_rl_tools.replay.score import read_run_config
@@ -49,7 +49,7 @@ class ChatOptions:
 
 
 @dataclass
-class Side:
+class ChatSide:
     """One model, and what was said to and by it."""
 
     label: str
@@ -95,10 +95,10 @@ def _without_special(text: str, tokenizer: Any) -> str:
 
 
 @dataclass
-class Chat:
+class Conversation:
     """A conversation with every model at once."""
 
-    sides: list[Side]
+    sides: list[ChatSide]
     tokenizer: Any
     context: int
     options: ChatOptions
@@ -117,7 +117,7 @@ class Chat:
 @contextmanager
 def opened(
     run: Run, overrides: Sequence[str], options: ChatOptions, tell: Callable[[str], None]
-) -> Iterator[Chat]:
+) -> Iterator[Conversation]:
     """Start the engines of a run, and end them at the end. ``overrides``: options of ``prime-rl
     serve``. Raises ``ConfigError`` or ``RunError``."""
     from transformers import AutoTokenizer
@@ -132,14 +132,15 @@ def opened(
             server = make_server(settings)
             log = logs.path / f"{number}.log"
             tell(f"starting {label}: {folder}")
-            engines.append(start_engine(server, folder, config.seq_len, log))
-            sides.append(Side(label, server))
+            engines.append(start_engine(server, folder, context=config.seq_len, log=log))
+            sides.append(ChatSide(label, server))
             try:
                 wait_until_healthy(server, engines[-1])
             except RunError as error:
-                raise RunError(f"{error}\n{log.read_text()[-2000:]}") from error
+                said = log.read_text("utf-8", errors="replace")
+                raise RunError(f"{error}\n{said[-2000:]}") from error
 
-        yield Chat(sides, tokenizer, config.seq_len, options)
+        yield Conversation(sides, tokenizer, context=config.seq_len, options=options)
 
 
 def _folders(run: Run) -> Mapping[str, Path]:
@@ -149,12 +150,17 @@ def _folders(run: Run) -> Mapping[str, Path]:
     first = configs / "launch.attempt_1.json"
     path = first if first.exists() else configs / "launch.json"
     try:
-        before = msgspec.json.decode(path.read_bytes(), type=Launch).initial
-    except (OSError, msgspec.MsgspecError) as error:
+        launch: Launch = read_table(path, Launch)
+    except (OSError, RunError) as error:
         raise RunError(f"{run.path}: not a run that has started: {error}") from error
 
+    before = launch.initial
+
     if not (before / "config.json").is_file():
-        raise RunError(f"{before}: the model that the run began with is not there any more")
+        raise RunError(
+            f"{before}: the model that the run began with is not there any more "
+            f"({path} names this folder)"
+        )
     return {"before": before, f"after step {run.step}": run.weights}
 
 

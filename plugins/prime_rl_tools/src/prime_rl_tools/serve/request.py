@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,11 @@ from prime_rl.errors import ConfigError
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ENGINE, collect, select, settings_of
 from prime_rl.rundir.machine import free_ports
+from prime_rl.rundir.rows import read_table
 from prime_rl_app.api import Run
 from prime_rl_app.config import installed_defaults, parse_overrides, set_at
 from prime_rl_app.models import build_model_maker
-from prime_rl_app.runs import LATEST, find_run
+from prime_rl_app.run_states import LATEST, find_run
 from prime_rl_tools.commands.options import OUTPUTS, validated
 from prime_rl_tools.serve.settings import EngineTable, ServeSettings
 
@@ -39,8 +39,8 @@ def read_settings(
     below = defaults.pop("inference", {})
     known = defaults | below | options
     table = {key: value for key, value in known.items() if key in ServeSettings.model_fields}
-    own = (*EngineTable.model_fields, table.get("engine"))
-    table["inference"] = {key: value for key, value in below.items() if key in own}
+    keys = (*EngineTable.model_fields, table.get("engine"))
+    table["inference"] = {key: value for key, value in below.items() if key in keys}
     for path, value in parse_overrides(overrides):
         if path == ["model", "name"]:
             raise ConfigError("--model.name: unknown option. MODEL, the first word, is the name")
@@ -73,9 +73,9 @@ def _run_named(model: str) -> Path | None:
 def build_engine(settings: ServeSettings) -> Engine:
     """The engine plugin with its settings. Raises ``ConfigError``."""
     offers = collect(load_plugins(disabled=settings.plugins.disabled), ENGINE)
-    cls = select(ENGINE, settings.engine, offers, ENGINE.key)
+    cls = select(ENGINE, settings.engine, offers=offers, where=ENGINE.key)
     where = f"inference.{settings.engine}"
-    return cls(settings_of(cls, ENGINE, settings.engine_settings, where))
+    return cls(settings_of(cls, ENGINE, settings=settings.engine_settings, where=where))
 
 
 def choose_port(host: str, port: int | None) -> int:
@@ -114,11 +114,12 @@ def read_key(variable: str | None) -> str:
 
 
 def model_context(folder: Path) -> int:
-    """The model's context in tokens, from its ``config.json``. Raises ``ConfigError``."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    for table in (config.get("text_config") or {}, config):
+    """The model's context in tokens, from its ``config.json``. Raises ``ConfigError``, and
+    ``RunError`` if the file is damaged."""
+    config = read_table(folder / "config.json")
+    for table in (config.get("text_config"), config):
         for key in ("max_position_embeddings", "n_positions"):
-            if isinstance(table.get(key), int):
+            if isinstance(table, dict) and isinstance(table.get(key), int):
                 return int(table[key])
 
     raise ConfigError(

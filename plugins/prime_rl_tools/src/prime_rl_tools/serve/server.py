@@ -65,7 +65,7 @@ def serve(settings: ServeSettings, console: Console) -> None:
     ):
         if to_make:
             children.append(_start_maker(settings, path, scratch.path))
-            _wait_for_model(children[0], settings.model.name, scratch.path, console)
+            _wait_for_model(children[0], settings.model.name, scratch=scratch.path, console=console)
 
         context = settings.max_model_len or model_context(Path(path))
         console.print(f"starting the {settings.engine} engine on {server.url}", highlight=False)
@@ -106,7 +106,7 @@ def _start_maker(settings: ServeSettings, path: str, scratch: Path) -> Child:
     """Start the model process of a run. ``scratch`` gets the files it reads of a run directory."""
     for folder in ("configs", "status"):
         (scratch / folder).mkdir()
-    (scratch / "configs" / "run.json").write_text(settings.model_dump_json())
+    (scratch / "configs" / "run.json").write_text(settings.model_dump_json(), "utf-8")
     Launch(
         model_path=path,
         served_model_name=settings.served_name,
@@ -148,7 +148,7 @@ def start_engine(server: Server, path: Path, context: int, log: Path | None = No
     )
     command = build_engine(settings).command(launch)
     env = {ADMIN_KEY: server.admin_key, ENGINE_KEY: server.api_key, "HF_HUB_OFFLINE": "1"}
-    return start(settings.engine, command.argv, env | dict(command.env), log)
+    return start(settings.engine, command.argv, env=env | dict(command.env), log=log)
 
 
 def wait_until_healthy(server: Server, engine: Child) -> None:

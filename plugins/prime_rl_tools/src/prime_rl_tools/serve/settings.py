@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import Settings
 from prime_rl.config.run import ModelSource
@@ -36,7 +36,7 @@ class ServeSettings(ModelSource):
     """The model's name for clients. Left out: the run's name, or MODEL."""
     max_model_len: PositiveInt | None = None
     """Prompt and completion, in tokens. Left out: the model's own limit."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds model making, and requests that bring no seed."""
     api_key_var: str | None = None
     """Environment variable with the key that clients must send."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import durable, whole_steps
+from prime_rl_app.output import counted
 from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.outcomes import outcomes_style, outcomes_text
 from prime_rl_tools.view.summary import read_curve, restarts_text
@@ -87,16 +88,16 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
 def logged_errors(run_dir: Path) -> list[str]:
     """What the processes of the last attempt logged as errors, each sort once, by its first words:
     a monitor that fails, a loss that is not finite. The run went on."""
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for path in sorted((run_dir / "logs" / "latest").glob("*.log")):
-        with path.open(errors="replace") as file:
+        with path.open(errors="replace", encoding="utf-8") as file:
             for line in file:
                 error = re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line.rstrip("\n"))
                 if error:
                     sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
-                    found.setdefault(sort, f"{path.stem}: {error[1]}")
+                    errors.setdefault(sort, f"{path.stem}: {error[1]}")
 
-    return [*found.values()]
+    return [*errors.values()]
 
 
 def print_findings(console: Console, run_dir: Path, found: Sequence[Verdict]) -> None:
@@ -153,9 +154,10 @@ def _print_line(console: Console, text: str) -> None:
 def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
     if before is None:
         failed = f"   [red]failed: {after['num_failed']}[/]" if after["num_failed"] else ""
+        rollouts = counted(after["num_rollouts"], "rollout")
         console.print(
             f"Held-out reward [bold]{after['reward']:.3f}[/]   "
-            f"[dim]{after['env']}, {after['num_rollouts']} rollouts; not measured before[/]{failed}"
+            f"[dim]{after['env']}, {rollouts}; not measured before[/]{failed}"
         )
         return
 
@@ -163,7 +165,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
     failures = f"   [red]failed: {numbers[0]} before, {numbers[1]} after[/]" if any(numbers) else ""
     console.print(
         f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
-        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{failures}"
+        f"[dim]{before['env']}, {counted(before['num_rollouts'], 'rollout')}[/]{failures}"
     )
     table = Table(box=None, header_style="dim", padding=(0, 2))
     for title in ("prompt", "before", "", "after", ""):

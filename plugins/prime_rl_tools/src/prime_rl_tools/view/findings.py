@@ -15,8 +15,9 @@ MOST = 3
 
 
 class Findings:
-    """The verdicts on a run, read anew in a thread when it has ``EVERY`` steps more, and a tenth
-    more: to read all steps each time would take the square of their number."""
+    """The verdicts on a run. A thread reads them again after ``EVERY`` further steps, and at least
+    a tenth more of them: each look reads all steps, so looks at a fixed distance would grow
+    costly."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         """``step``: the last one that previous attempts have trained."""
@@ -49,10 +50,10 @@ class Findings:
 
     def render(self) -> Text | None:
         """One line per finding; None without findings."""
-        found = self.found
-        if not found:
+        findings = self.found
+        if not findings:
             return None
-        lines = [Text(each.line, "yellow") for each in found[:MOST]]
-        more = f"and {len(found) - MOST} more; " if len(found) > MOST else ""
+        lines = [Text(each.line, "yellow") for each in findings[:MOST]]
+        more = f"and {len(findings) - MOST} more; " if len(findings) > MOST else ""
         command = f"{more}why, and what to change: prime-rl doctor {self._run_dir.name}"
         return Text("\n").join([*lines, Text(command, "dim")])

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -24,15 +24,15 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
 from prime_rl.plugins.status import StatusReport, read_status
-from prime_rl.rundir.rows import Tail, parse_row
+from prime_rl.rundir.rows import Tail, metrics_of, parse_row
 from prime_rl.rundir.status import DONE, ENGINES
-from prime_rl_app.runs import REWARD
+from prime_rl_app.run_states import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
 from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.outcomes import outcomes, outcomes_style, outcomes_text
-from prime_rl_tools.view.sampled import Sampled
+from prime_rl_tools.view.sampled import SampledRollouts
 from prime_rl_tools.view.summary import summarize, write_summary
 
 if TYPE_CHECKING:
@@ -51,6 +51,27 @@ NARROW = 96
 """Columns: the view grows up to the first, and has fewer columns below the second."""
 NEWS = 3
 """Messages that are shown while the run is going on."""
+
+
+class Detail(NamedTuple):
+    """What the view has of each part."""
+
+    headline: bool
+    """All rows, and blank lines between the parts; else step, reward and findings."""
+    sampled: bool
+    """The sampled rollout."""
+    processes: bool
+    """Whole texts, on as many lines as they need; else a line for each process."""
+
+
+DETAILS = (
+    Detail(headline=True, sampled=True, processes=True),
+    Detail(headline=True, sampled=False, processes=True),
+    Detail(headline=True, sampled=False, processes=False),
+    Detail(headline=False, sampled=False, processes=True),
+    Detail(headline=False, sampled=False, processes=False),
+)
+"""From the most to the least: the first that fits the terminal is shown."""
 
 
 class TerminalConfig(PluginConfig):
@@ -85,7 +106,7 @@ class TerminalView(RunView):
             self._live = Cell()
 
         self._news: list[str] = []
-        self._sampled = Sampled(run_dir)
+        self._sampled = SampledRollouts(run_dir)
         self._server: Server | None = None
         self.metrics.read_new()
         # Steps that previous attempts have trained.
@@ -134,19 +155,32 @@ class TerminalView(RunView):
             self.print(f"doctor: {verdict.line}")
 
     def render(self) -> RenderableType:
-        """The whole view."""
+        """The whole view; on the alternate screen, as much of it as fits."""
+        if not (isinstance(self._live, Live) and self._live.is_started):
+            return self._panel(DETAILS[0], ())
+
+        news = self._news[-NEWS:]
+        height = self.console.height
+        panels = (self._panel(detail, news) for detail in DETAILS)
+        lines = self.console.render_lines
+        options = self.console.options.update(height=None)
+        last = self._panel(DETAILS[-1], ())
+        return next((each for each in panels if len(lines(each, options)) <= height), last)
+
+    def _panel(self, detail: Detail, news: Sequence[str]) -> RenderableType:
         width = min(self.console.width, WIDEST)
-        parts = [self._headline(width), self._sampled.render(width), self._processes(width)]
-        if isinstance(self._live, Live) and self._live.is_started:
-            parts += [Text(line, "bold") for line in self._news[-NEWS:]]
+        parts: list[RenderableType | None] = [self._headline(width, detail.headline)]
+        if detail.sampled:
+            parts.append(self._sampled.render(width))
+        parts.append(self._processes(width, detail.processes))
+        parts += [Text(line, "bold") for line in news]
         spaced = [each for part in parts if part is not None for each in (Text(), part)]
+        shown = spaced[1:] if detail.headline else [each for each in parts if each is not None]
         title = f"prime-rl · {self.run_dir.name}"
         where = self._server.url if self._server else str(self.run_dir)
-        return Panel(
-            Group(*spaced[1:]), title=title, subtitle=where, border_style="dim", width=width
-        )
+        return Panel(Group(*shown), title=title, subtitle=where, border_style="dim", width=width)
 
-    def _headline(self, width: int) -> RenderableType:
+    def _headline(self, width: int, is_whole: bool) -> RenderableType:
         metrics = self.metrics
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
@@ -168,22 +202,41 @@ class TerminalView(RunView):
                 cell.append(f"\nof rollouts {outcomes_text(shares)}", outcomes_style(shares))
             table.add_row(name, cell)
 
+        findings = self._findings.render()
+        if not is_whole:
+            if findings is not None:
+                table.add_row("doctor", findings)
+            return table
+
         trained = metrics.trained
         if trained:
             table.add_row("trainer", Text("   ".join(trained)))
         table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f} of batches, prompts included")
         if metrics.waits:
             table.add_row("waiting", Text(metrics.waits))
+        if metrics.paused is not None:
+            table.add_row("new weights", f"engines paused {metrics.paused:.2f} s per step")
         kl = metrics.latest.get("mismatch_kl/all/mean")
         apart = "" if kl is None else f"   mismatch KL {kl:.1e}"
         table.add_row("off-policy", metrics.off_policy + apart)
-        findings = self._findings.render()
         if findings is not None:
             table.add_row("doctor", findings)
         return table
 
-    def _processes(self, width: int) -> RenderableType:
+    def _processes(self, width: int, is_whole: bool) -> RenderableType:
         table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        if not is_whole:  # a line each
+            reports = list(self.reports())
+            longest = max((len(name) for name, _ in reports), default=0)
+            table.add_column("process", no_wrap=True, min_width=longest)
+            table.add_column("does", no_wrap=True, overflow="ellipsis")
+            for name, report in reports:
+                cell, _, _ = _status_cells(report)
+                if report.waiting_for:
+                    cell = Text.assemble("waits for ", (report.waiting_for, "magenta"))
+                table.add_row(Text(name, "bold"), cell)
+            return table
+
         titles = ("process", "does", "waits for", "")
         for title in titles if width >= NARROW else titles[:2]:
             table.add_column(title, overflow="fold")
@@ -248,7 +301,14 @@ class TerminalView(RunView):
         """See ``RunView.stopped``: the summary if weights are saved, and how to resume the run."""
         if saved:
             self._summarize(step)
-        print_stop(self.console, self.run_dir, self.max_steps, step, saved, command)
+        print_stop(
+            self.console,
+            self.run_dir,
+            max_steps=self.max_steps,
+            step=step,
+            saved=saved,
+            command=command,
+        )
 
     def _summarize(self, stopped_at: int | None) -> None:
         summary = summarize(self.run_dir, self.max_steps, stopped_at)
@@ -271,9 +331,9 @@ class MetricsTail:
         """Seconds and waits of the newest step that has them: its rows come from two processes."""
         self.rewards: list[float] = []
         self.outcomes: dict[str, float] = {}
-        """Of the rollouts of the newest batch, which the newest reward does not show."""
+        """Outcomes of the newest batch's rollouts that the newest reward does not show."""
         self.versions_behind: list[float] = []
-        """Of the newest batch, the share of rollouts that are 0, 1, 2 ... versions behind."""
+        """Shares of the newest batch's rollouts that are 0, 1, 2 ... versions behind."""
         self.step = 0
         self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
         """Step, seconds and tokens so far."""
@@ -282,8 +342,8 @@ class MetricsTail:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
             try:
-                row = parse_row(line)
-            except (ValueError, RecursionError):
+                row = metrics_of(parse_row(line))
+            except ValueError:
                 continue  # damaged; `doctor` and the report say so
 
             self.latest |= row
@@ -293,11 +353,14 @@ class MetricsTail:
                 self._timed |= row
             if row.get(REWARD) is not None:
                 self.rewards.append(row[REWARD])
-            if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
+            seconds = row.get("progress/seconds")
+            tokens = row.get("progress/total_tokens")
+            # A batch; batches of demonstrations have no reward.
+            if seconds is not None and tokens is not None:
                 self.step = row["step"]
                 self.outcomes = outcomes(row)
                 self.versions_behind = shares_behind(row)
-                now = row["progress/seconds"], row["progress/total_tokens"]
+                now = (seconds, tokens)
                 if self._clock and now < self._clock[-1][1:]:  # a new attempt: both start again
                     self._clock.clear()
                 self._clock.append((self.step, *now))
@@ -320,7 +383,8 @@ class MetricsTail:
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
     def seconds_left(self, max_steps: int) -> float | None:
-        """Until the last step, at the speed of the last twenty; None: not known yet."""
+        """Seconds until the last step, at the speed of the last twenty steps. None: not known
+        yet."""
         if len(self._clock) < 2 or self.step >= max_steps:
             return None
         (s0, t0, _) = self._clock[0]
@@ -351,6 +415,13 @@ class MetricsTail:
             return ""
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in sorted(waits.items()))
         return f"{parts} of {total:.2f} s"
+
+    @property
+    def paused(self) -> float | None:
+        """Seconds of the last step for which new weights kept the engines from sampling. None: no
+        weights were loaded."""
+        value = self._timed.get("time/engines_paused")
+        return None if value is None else float(value)
 
     @property
     def off_policy(self) -> str:

@@ -1,4 +1,5 @@
-"""What became of the rollouts that a reward does not show: it is the mean of those that ended well.
+"""The outcomes of the rollouts that a reward leaves out, because it is the mean of rollouts that
+ended well.
 
 A reward that rises because the hard rollouts fail, or are cut off or dropped, is no progress. So
 these shares stand beside it wherever it is shown.
@@ -10,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-import msgspec
-
-from prime_rl_app.runs import REWARD as REWARD
+from prime_rl.rundir.rows import each_row
+from prime_rl_app.run_states import REWARD as REWARD
 
 Row = Mapping[str, Any]
 """Metrics of one step."""
@@ -24,7 +24,7 @@ _NAMES = (
     *("batch/agg/seen", "batch/agg/trainable", REWARD),
 )
 _Batch = TypedDict("_Batch", dict.fromkeys(_NAMES, float | None), total=False)  # type: ignore[misc]
-"""What is read of a line of ``metrics.jsonl``, which may have 100 KB."""
+"""The fields that are read of a line of ``metrics.jsonl``."""
 
 LISTED = ("failed", "truncated", "dropped", "cancelled")
 MANY_FAILED = 0.01
@@ -33,8 +33,8 @@ MANY_FAILED = 0.01
 
 def outcomes(row: Row, label: str = "agg") -> dict[str, float]:
     """Shares of the rollouts of one batch: failed and cancelled of those that ended, truncated and
-    dropped (by age, a filter or the sampler) of those that were considered for it. What the row
-    does not know is left out."""
+    dropped (by age, a filter or the sampler) of those that were considered for it. Values that the
+    row does not have are left out."""
     shares = {word: row.get(f"train/{label}/all/{key}/mean") for word, key in KEYS.items()}
     seen, trainable = (row.get(f"batch/{label}/{key}") for key in ("seen", "trainable"))
     if seen and trainable is not None:
@@ -44,18 +44,17 @@ def outcomes(row: Row, label: str = "agg") -> dict[str, float]:
 
 def mean_outcomes(rows: Iterable[Row]) -> dict[str, float]:
     """The means over steps, each over those that know it."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for row in rows:
         for word, share in outcomes(row).items():
-            found.setdefault(word, []).append(share)
-    return {word: sum(found[word]) / len(found[word]) for word in LISTED if word in found}
+            values.setdefault(word, []).append(share)
+    return {word: sum(values[word]) / len(values[word]) for word in LISTED if word in values}
 
 
 def read_batches(path: Path) -> Iterator[Row]:
-    """Of the lines of ``metrics.jsonl``, the metrics that are read here."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from (msgspec.json.decode(line, type=_Batch) for line in file)
+    """The metrics of each line of ``metrics.jsonl`` that are read here."""
+    for row in each_row(path, _Batch):
+        yield {name: row[name] for name in _NAMES if name in row}
 
 
 def outcomes_text(shares: Mapping[str, float]) -> str:

@@ -1,4 +1,7 @@
-"""One sampled rollout at a time, from the newest batch: prompt, reply, reward."""
+"""One sampled rollout at a time, from the newest batch: prompt, reply, reward.
+
+The page's modules are imported when a rollout is shown: listing the plugins imports this one.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,6 @@ from rich.text import Text
 
 from prime_rl.errors import PrimeRLError
 from prime_rl.rollout import Rollout
-from prime_rl_app.rollouts import read_step, step_files
-from prime_rl_tools.report.source import tokenizer_folders
-from prime_rl_tools.report.tokens import one_line, prompt_ids, reply_ids
 
 SECONDS = 4.0
 """How long each is shown."""
@@ -26,7 +26,7 @@ LINES = 3
 """Most lines of a reply."""
 
 
-class Sampled:
+class SampledRollouts:
     """Rollouts of the newest batch in turn."""
 
     def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
@@ -48,6 +48,9 @@ class Sampled:
 
         if not self._shown or self._tokenizer is None:
             return None
+
+        from prime_rl_tools.report.tokens import prompt_ids, reply_ids
+
         rollout = self._shown[self._number % len(self._shown)]
         title = f"a rollout of version {rollout.policy_version}: example {rollout.example_id}, "
         inner = width - 8
@@ -58,16 +61,19 @@ class Sampled:
         )
 
     def _read(self) -> None:
+        from prime_rl_app.saved_rollouts import read_step, step_files
+        from prime_rl_tools.report.source import tokenizer_folders
+
         try:
             files = list(step_files(self._run_dir).values())
             if not files or files[-1] == self._seen:
                 return
             self._seen = files[-1]
-            found = sorted(
+            rollouts = sorted(
                 (s.rollout for s in read_step(files[-1]).rollouts), key=lambda r: r.reward
             )
-            places = dict.fromkeys(round(n * (len(found) - 1) / (NUM - 1)) for n in range(NUM))
-            self._shown = [found[place] for place in places] if found else []
+            places = dict.fromkeys(round(n * (len(rollouts) - 1) / (NUM - 1)) for n in range(NUM))
+            self._shown = [rollouts[place] for place in places] if rollouts else []
             if self._tokenizer is None:
                 paths = (each / "tokenizer.json" for each in tokenizer_folders(self._run_dir))
                 path = next((each for each in paths if each.is_file()), None)
@@ -79,4 +85,6 @@ class Sampled:
             self._shown = []
 
     def _text(self, ids: list[int], most: int) -> str:
+        from prime_rl_tools.report.tokens import one_line
+
         return one_line(self._tokenizer.decode(ids[:most]), most)

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from prime_rl.rundir.rows import read_rows
+from prime_rl.errors import RunError
+from prime_rl.rundir.rows import Step, each_row, metrics_of, read_rows, read_table
 from prime_rl_tools.view.outcomes import REWARD as REWARD
 from prime_rl_tools.view.outcomes import mean_outcomes, read_batches
 
@@ -31,8 +32,8 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     shares = mean_outcomes(read_batches(run_dir / "metrics.jsonl"))
     versions = run_dir / "plugins.json"
     loaded = _Loaded()
-    with suppress(OSError, ValueError, RecursionError):  # else the summary is without them
-        loaded = msgspec.json.decode(versions.read_bytes(), type=_Loaded)
+    with suppress(OSError, RunError):  # otherwise the summary is without them
+        loaded = read_table(versions, _Loaded)
 
     ours = {
         name: version for name, version in loaded.packages.items() if name.startswith("prime-rl")
@@ -55,7 +56,12 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
 
 class _Loaded(msgspec.Struct):
     packages: dict[str, str] = {}
-    plugins: list[dict[str, str]] = []
+    plugins: list[_Distribution] = []
+
+
+class _Distribution(TypedDict):
+    distribution: str
+    version: str
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
@@ -76,7 +82,7 @@ def restarts_text(restarts: Sequence[Mapping[str, Any]]) -> str:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` and the learning curve. Raises ``OSError``."""
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2), "utf-8")
     stopped_at = summary["stopped_at"]
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
     rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
@@ -85,19 +91,19 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
     """The lines of ``evals.jsonl``, by when they were measured. ``last``: the last step of the run.
-    What an earlier attempt measured after its training was measured during that of the run."""
-    found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
+    Evaluations after the training of an earlier attempt count as evaluations during the run."""
+    evals: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
     for result in read_rows(run_dir / "evals.jsonl", _Eval):
         step = result.pop("step")
         when = result.pop("when")
-        found["during" if when == "after" and step < last else when].append(result)
-    return found
+        evals["during" if when == "after" and step < last else when].append(result)
+    return evals
 
 
 class _Eval(TypedDict):
-    """What is printed of a line."""
+    """The part of a line that is printed."""
 
-    step: int
+    step: Step
     when: Literal["before", "during", "after"]
     env: str
     reward: float
@@ -107,7 +113,7 @@ class _Eval(TypedDict):
 
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
     """``(step, value)`` of every line of ``metrics.jsonl`` that has this metric."""
-    rows = read_rows(path)
+    rows = map(metrics_of, each_row(path))
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 

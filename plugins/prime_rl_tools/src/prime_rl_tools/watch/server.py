@@ -88,8 +88,9 @@ class Watched:
             self._changed.notify_all()
 
     def since(self, have: Sequence[Have], seconds: float = WAIT_SECONDS) -> list[dict[str, Any]]:
-        """What a page with ``have`` lacks, by run; empty if nothing new comes in time. Its first
-        request, which has nothing, waits for the first reading. Raises ``RunError`` once closed.
+        """The data that a page with ``have`` lacks, by run; empty if nothing new comes in time. Its
+        first request, which has nothing, waits for the first reading. Raises ``RunError`` once
+        closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._version or self._ended.is_set(), seconds)
@@ -198,8 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "":
             self._send(200, template(watched.run_dirs[0], "live").encode(), "text/html")
         elif name == "facts":
-            found = watched.since(msgspec.json.decode(have, type=list[Have]))
-            self._send(200, msgspec.json.encode(found), "application/json")
+            changes = watched.since(msgspec.json.decode(have, type=list[Have]))
+            self._send(200, msgspec.json.encode(changes), "application/json")
         elif name == "report.html":
             self._send(200, watched.frozen(), "text/html", as_file=True)
         else:

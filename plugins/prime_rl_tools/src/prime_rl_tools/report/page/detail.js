@@ -24,6 +24,36 @@ function move(by) {
   select(order[Math.max(0, Math.min(order.length - 1, index < 0 ? 0 : index + by))]);
 }
 
+// Below each other, as on a phone: the detail is under the list.
+const isStacked = () => matchMedia("(max-width: 1000px)").matches;
+
+function bringDetail() {
+  if (isStacked()) $("detail").scrollIntoView({ block: "start" });
+}
+
+// Where the list is out of view.
+function walk() {
+  const by = (way) => { move(way); bringDetail(); };
+  return el("div", { class: "walk" },
+    el("button", { id: "to-list", onclick: () => $("list").scrollIntoView({ block: "start" }) }, "↑ Rollouts"),
+    el("button", { id: "row-before", title: "rollout before (k)", onclick: () => by(-1) }, "‹ before"),
+    el("button", { id: "row-after", title: "next rollout (j)", onclick: () => by(1) }, "next ›"));
+}
+
+// What the reply should have been, as environments call it: the first such text of the task.
+const REFERENCES = ["answer", "reference", "reference_answer", "target", "solution", "ground_truth", "expected", "gold", "label"];
+
+function referenceOf(rollout) {
+  for (const table of [rollout.task, rollout.info])
+    for (const name of REFERENCES) if (table[name] && table[name] !== "null") return { name, text: table[name] };
+  return null;
+}
+
+function reference(rollout) {
+  const wanted = referenceOf(rollout);
+  return wanted ? [el("div", { class: "turn reference" }, el("h4", { title: `${wanted.name} of the task` }, "reference"), el("div", {}, wanted.text))] : [];
+}
+
 const pair = (name, value, kind) => el("span", { class: kind }, `${name} `, el("b", {}, value));
 
 async function drawDetail() {
@@ -46,7 +76,7 @@ async function drawDetail() {
 }
 
 const VIEWS = {
-  one: (shown, [rollout], row) => conversation(rollout, row),
+  one: (shown, [rollout], row) => [...conversation(rollout, row), ...reference(rollout)],
   side: (shown, rollouts) => {
     const budget = { left: shown.reduce((sum, each) => sum + columns.tokens[each], 0) > AT_ONCE ? 0 : AT_ONCE };
     return shown.map((each, index) => column(each, rollouts[index], { budget }));
@@ -55,7 +85,7 @@ const VIEWS = {
     const marks = changes(earlier, later);
     return shown.map((each, index) => column(each, index ? later : earlier, { marks }));
   },
-  tree: (shown, rollouts) => tree(shown, rollouts),
+  tree: (shown, rollouts) => [...tree(shown, rollouts), ...reference(rollouts[0])],
 };
 
 function heading(row, rollout, group, past) {
@@ -64,17 +94,19 @@ function heading(row, rollout, group, past) {
   const place = [algorithmOf(row) + (again ? ` → ${again}` : ""), isHeldOut(row) && `held out, version ${version}`, !isHeldOut(row) && `step ${columns.step[row]}`, `group ${columns.group[row]}`, `example ${columns.example[row]}`, texts.agent[columns.agent[row]], runs.length > 1 && runOf(row).name];
   const button = (id, value, label, title, on = true) => on && el("button", { id, "aria-pressed": String(mode === value), title, onclick: () => toggle(value) }, label);
   return el("div", { class: "top" },
+    walk(),
     el("h2", {}, envOf(row), el("span", { class: "sub" }, place.filter(Boolean).join(" · "))),
     el("div", { class: "numbers" },
       pair("reward", number(columns.reward[row])),
       pair("credit", columns.credit[row] === null ? "none" : signed(columns.credit[row])),
       isReplay() && pair("replayed", columns.credit_again[row] === null ? "none" : signed(columns.credit_again[row])),
-      pair("sampled", `${columns.sampled[row]} of ${columns.tokens[row]} tokens`),
+      pair("sampled", `${columns.sampled[row].toLocaleString("en")} of ${plural(columns.tokens[row], "token")}`),
       pair("version", version),
       rollout.source !== "policy" && pair("source", rollout.source),
       rollout.stop && pair("stop", rollout.stop),
       rollout.truncated && pair("", "truncated", "warn"),
-      why && pair("dropped by", why, "warn")),
+      why && pair("dropped by", why, "warn"),
+      ...Object.entries(rollout.objections ?? {}).map(([filter, said]) => pair(filter, said, "warn"))),
     more(rollout),
     el("div", { class: "tools" },
       group.length > 1 && el("div", { class: "siblings", role: "group", "aria-label": "siblings" }, ...group.map((each) => sibling(each, row))),
@@ -114,7 +146,7 @@ function column(row, rollout, how) {
   return el("div", { class: "one", "aria-current": String(row === current) },
     el("h3", { onclick: () => select(row), title: "Show this one" }, el("span", {}, `reward ${number(columns.reward[row], 3)}`), el("span", {}, columns.credit[row] === null ? "" : signed(columns.credit[row]))),
     el("div", { class: "sample" }, place.filter(Boolean).join(", ")),
-    ...conversation(rollout, row, how));
+    ...conversation(rollout, row, how), ...reference(rollout));
 }
 
 // -- the selected token -----------------------------------------------------------------------

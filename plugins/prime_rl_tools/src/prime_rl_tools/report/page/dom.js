@@ -26,8 +26,14 @@ function svg(tag, props, text) {
   return made;
 }
 
-const number = (value, digits = 4) =>
-  value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toString().replace("-", "−");
+// Small numbers have an exponent: 2.07e−4 fits a column that 0.000207 does not.
+const number = (value, digits = 4) => {
+  if (value === null || value === undefined) return "–";
+  const rounded = Number(value.toPrecision(digits));
+  const text = rounded !== 0 && Math.abs(rounded) < 0.001 ? rounded.toExponential() : String(rounded);
+  return text.replaceAll("-", "−");
+};
+const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const at = (column, index) => (Array.isArray(column) ? column[index] : column);
 const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;

@@ -59,7 +59,7 @@ function showVersion() {
   const said = runs.map((run, index) => {
     const rows = heldOutEntries().map((entry) => around(entry.runs[index], heldOut.version)).filter(({ now }) => now !== undefined);
     if (!rows.length) return "";
-    const name = runs.length > 1 ? `${"AB"[index] ?? index + 1}: ` : "";
+    const name = runs.length > 1 ? `${runLetter(index)}: ` : "";
     return `${name}mean reward ${number(mean(rows.map(({ now }) => columns.reward[now])), 3)}, first ${number(mean(rows.map(({ first }) => columns.reward[first])), 3)}`;
   });
   $("at-version").textContent = `version ${heldOut.version} · ${said.filter(Boolean).join(" · ")}`;
@@ -72,23 +72,26 @@ async function drawCardOf(card) {
   card.version = version;
   const answers = await Promise.all(entry.runs.map(async (rows, index) => {
     const { now, before } = around(rows, version);
-    if (now === undefined) return runs.length > 1 ? el("div", { class: "off" }, `${"AB"[index] ?? index + 1}: ${rows.length ? "not evaluated yet" : "no rollouts kept"}`) : null;
+    if (now === undefined) return runs.length > 1 ? el("div", { class: "off" }, `${runLetter(index)}: ${rows.length ? "not evaluated yet" : "no rollouts kept"}`) : null;
     const [rollout, earlier] = await Promise.all([rolloutOf(now), before === undefined ? null : rolloutOf(before)]);
     return answer(now, rollout, rows, earlier ? changes(earlier, rollout) : new Map(), index);
   }));
   if (card.version !== version) return; // the slider has moved
-  card.replaceChildren(el("h3", {}, texts.prompt[columns.prompt[entry.row]] || `example ${columns.example[entry.row]}`), ...answers.filter(Boolean));
+  const wanted = referenceOf(await rolloutOf(entry.row));
+  const reference = wanted && el("div", { class: "wanted" }, el("b", {}, "reference "), wanted.text);
+  if (card.version !== version) return;
+  card.replaceChildren(el("h3", {}, texts.prompt[columns.prompt[entry.row]] || `example ${columns.example[entry.row]}`), reference, ...answers.filter(Boolean));
 }
 
 function answer(row, rollout, rows, marks, index) {
   const why = droppedOf(row);
   const said = rollout.samples.map((sample) => {
     const places = sampledPlaces(sample).filter((t) => sample.content === undefined || at(sample.content, t));
-    return el("div", { class: "said" }, ...places.slice(0, 400).map((t) => token(sample, t, row, marks.get(sample))), places.length > 400 ? ` … ${places.length - 400} more tokens` : "");
+    return el("div", { class: "said" }, ...places.slice(0, 400).map((t) => token(sample, t, row, marks.get(sample))), places.length > 400 ? ` … ${plural(places.length - 400, "more token")}` : "");
   });
   const rewards = rows.map((each) => `${columns.step[each]}: ${number(columns.reward[each], 3)}`).join(", ");
   return el("div", { class: "answer" },
-    el("button", { title: `${rewards}. Open it.`, onclick: () => openRow(row) }, runs.length > 1 ? `${"AB"[index] ?? index + 1} ` : "", number(columns.reward[row], 3), sparkline(rows, row)),
+    el("button", { title: `${rewards}. Open it.`, onclick: () => openRow(row) }, runs.length > 1 ? el("b", { style: `color:${runColor(index)}` }, runLetter(index)) : "", number(columns.reward[row], 3), sparkline(rows, row)),
     why ? el("div", { class: "said off" }, `failed: ${why}. ${rollout.info.error ?? ""}`) : "", ...said);
 }
 
@@ -115,6 +118,6 @@ function toggleHeldOut(on = !isHeldOutShown()) {
   $("heldout").hidden = !on;
   document.querySelector("main").hidden = on;
   $("toggle-heldout").setAttribute("aria-pressed", String(on));
-  if (on) drawHeldOut();
+  if (on) { drawHeldOut(); if (isStacked()) $("heldout").scrollIntoView({ block: "start" }); }
   else drawRows();
 }

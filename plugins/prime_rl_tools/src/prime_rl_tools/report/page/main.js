@@ -91,8 +91,9 @@ function wire() {
   $("filters").addEventListener("reset", () => setTimeout(searchAll));
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("body").addEventListener("scroll", drawRows);
-  $("rows").addEventListener("click", (event) => { const row = event.target.closest(".row"); if (row) { select(Number(row.dataset.row), false); $("table").focus(); } });
+  $("rows").addEventListener("click", (event) => { const row = event.target.closest(".row"); if (!row) return; select(Number(row.dataset.row), false); $("table").focus({ preventScroll: true }); bringDetail(); });
   $("export").addEventListener("click", exportSelection);
+  $("smoothing").addEventListener("change", () => { smoothing = Number($("smoothing").value); drawCurves(); });
   $("toggle-curves").addEventListener("click", toggleCurves);
   $("toggle-heldout").addEventListener("click", () => toggleHeldOut());
   $("toggle-theme").addEventListener("click", toggleTheme);
@@ -111,13 +112,13 @@ function about() {
     });
     const notes = [!run.has_tokenizer && size && "no tokenizer found: tokens show as numbers", !run.has_exports && "no token export: trainer columns are absent", ...run.problems].filter(Boolean);
     const state = run.state === "running" ? `step ${run.step} of ${run.max_steps}, ` : "";
-    const name = runs.length > 1 ? el("b", {}, `${"AB"[index] ?? index + 1} ${run.name}  `) : "";
+    const name = runs.length > 1 ? el("b", { style: `color:${runColor(index)}` }, `${runLetter(index)} ${run.name}  `) : "";
     return el("div", {}, name, ...algorithms, `${state}model ${run.model}, loss ${run.loss}, seed ${run.seed}`, notes.length ? ` (${notes.join("; ")})` : "",
       ...run.verdicts.map(({ env, finding, evidence, advice }) => el("details", { class: "verdict" }, el("summary", {}, `${env ? `${env}: ` : ""}${finding}`), el("div", {}, `found: ${evidence}`), el("div", {}, `change: ${advice}`))));
   });
   const differs = runs[0].differs ?? [];
   if (runs.length > 1)
-    described.push(el("details", { class: "differs" }, el("summary", {}, `${differs.length} keys of the config differ`),
+    described.push(el("details", { class: "differs" }, el("summary", {}, `${plural(differs.length, "key")} of the config ${differs.length === 1 ? "differs" : "differ"}`),
       el("table", {}, ...differs.map(([key, ...values]) => el("tr", {}, el("th", {}, key), ...values.map((value) => el("td", {}, value)))))));
   $("name").textContent = runs.length > 1 ? "A and B" : runs[0].name;
   $("about").replaceChildren(...described);
@@ -153,6 +154,7 @@ async function start() {
   refilter();
   drawCurves();
   const asked = Number(location.hash.match(/^#rollout-(\d+)$/)?.[1] ?? order[0]);
+  if (size && asked !== order[0]) bringDetail(); // a link to one rollout
   if (size) await select(Math.min(asked, size - 1));
   else $("detail").replaceChildren(el("p", { class: "hint" }, "No rollouts are saved: orchestrator.save_rollouts is off, or no step was finished."));
   $("table").focus({ preventScroll: true });

@@ -2,7 +2,7 @@
 
 const ROW = 24, HEAD = 26; // pixels, as in the style sheet
 const FIELDS = [
-  { name: "run", width: "2.6em", value: (row) => "AB"[columns.run[row]] ?? columns.run[row] + 1, text: true },
+  { name: "run", width: "2.6em", value: (row) => runLetter(columns.run[row]), text: true, color: (row) => runColor(columns.run[row]) },
   { name: "set", width: "5.2em", value: (row) => texts.set[columns.set[row]], text: true, wide: true },
   { name: "step", width: "3.4em", value: (row) => columns.step[row], always: true },
   { name: "env", width: "minmax(5em, 1fr)", value: envOf, text: true, wide: true },
@@ -81,7 +81,7 @@ function refilter() {
     const places = order.map((_, index) => index).sort((a, b) => way * compare(a, b) || a - b);
     order = places.map((index) => order[index]);
   }
-  $("count").textContent = order.length === size ? `${size.toLocaleString("en")} rollouts` : `${order.length.toLocaleString("en")} of ${size.toLocaleString("en")}`;
+  $("count").textContent = order.length === size ? plural(size, "rollout") : `${order.length.toLocaleString("en")} of ${size.toLocaleString("en")}`;
   $("rows").style.height = `${order.length * ROW}px`;
   $("table").setAttribute("aria-rowcount", order.length);
   drawRows();
@@ -188,7 +188,7 @@ function drawRows() {
 function cell(field, row) {
   const value = field.value(row);
   if (!field.bar)
-    return el("span", { role: "gridcell", title: field.title && value, class: (field.text ? "text" : "") + (value === "" || value === null ? " off" : "") + (field.title ? " reply" : "") }, field.show ? field.show(value) : String(value));
+    return el("span", { role: "gridcell", style: field.color && `color:${field.color(row)};font-weight:600`, title: field.title && value, class: (field.text ? "text" : "") + (value === "" || value === null ? " off" : "") + (field.title ? " reply" : "") }, field.show ? field.show(value) : String(value));
   if (value === null) return el("span", { role: "gridcell", class: "off" }, "–");
   const share = Math.min(1, Math.abs(value) / scaleAt(row)) * 22;
   const side = value < 0 ? `left:${24 - share}px;--c:var(--neg)` : `left:24px;--c:var(--pos)`;

@@ -1,7 +1,27 @@
 // Tokens as spans: their marks, their colors, and only those that are near the window.
 
 const ROLES = ["system", "user", "assistant", "tool"];
-const roleOf = (sample, t) => (sample.roles === undefined ? "tokens" : ROLES[at(sample.roles, t)] ?? "template");
+const roleOf = (sample, t) => (sample.roles === undefined ? "tokens" : t < prefaceOf(sample) ? "template" : ROLES[at(sample.roles, t)] ?? "template");
+
+// Tokens before the first message that the template wrote: tools, or a system prompt of its own. Their
+// role is that of the message after them. They end where the message opens: at the last token before its
+// content that is the sample's first token or, after a token of the whole text (<s>), its second.
+const prefaces = new WeakMap();
+function prefaceOf(sample) {
+  if (!prefaces.has(sample)) prefaces.set(sample, findPreface(sample));
+  return prefaces.get(sample);
+}
+
+function findPreface(sample) {
+  if (sample.content === undefined || ROLES[at(sample.roles, 0)] === "system") return 0;
+  let content = 0;
+  while (content < sample.ids.length && !at(sample.content, content) && at(sample.roles, content) === at(sample.roles, 0)) content++;
+  const before = sample.ids.slice(0, content);
+  const opens = before.lastIndexOf(before[0]);
+  if (opens > 0) return opens;
+  const afterStart = before.lastIndexOf(before[1]);
+  return afterStart > 1 ? afterStart : 0;
+}
 
 function weights(sample, t) {
   const sampled = at(sample.mask, t) ? 1 : 0;
@@ -75,7 +95,7 @@ const AT_ONCE = 2000; // tokens that are spans before the first frame
 
 function conversation(rollout, row, { marks = new Map(), budget = { left: AT_ONCE } } = {}) {
   return rollout.samples.flatMap((sample, index) => {
-    const title = rollout.samples.length > 1 ? [el("div", { class: "sample" }, `sample ${index + 1} of ${rollout.samples.length}: ${sample.ids.length} tokens, ${sampledPlaces(sample).length} sampled`)] : [];
+    const title = rollout.samples.length > 1 ? [el("div", { class: "sample" }, `sample ${index + 1} of ${rollout.samples.length}: ${plural(sample.ids.length, "token")}, ${sampledPlaces(sample).length} sampled`)] : [];
     return [...title, ...turns(sample, row, merged(marks.get(sample), searched(sample, row)), budget)];
   });
 }

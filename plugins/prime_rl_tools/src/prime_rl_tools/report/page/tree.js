@@ -50,7 +50,7 @@ function tree(rows, rollouts) {
   visit(root);
   const spread = Math.max(...members.map((each) => Math.abs(each.reward - root.reward))) || 1;
   const said = best.node ? `Winners and losers part after token ${best.node.to}: that choice explains ${number(best.share * 100, 2)} % of the spread of the rewards.` : "No single choice explains the rewards.";
-  return [el("p", { class: "hint" }, `${rows.length} siblings, mean reward ${number(root.reward, 3)}. ${said}`), el("ul", { class: "tree" }, branch(root, members.length, root.reward, spread, best.node))];
+  return [el("p", { class: "hint" }, `${plural(rows.length, "sibling")}, mean reward ${number(root.reward, 3)}. ${said}`), el("ul", { class: "tree" }, branch(root, members.length, root.reward, spread, best.node))];
 }
 
 const RUN = 80; // tokens of a branch that are shown at first
@@ -66,7 +66,7 @@ function branch(node, all, average, spread, best) {
   const show = (to) => {
     const rest = node.to - to;
     text.replaceChildren(...(path.sample ? parts(path.sample, path.from + node.from, path.from + to, row, null, { left: RUN }) : []),
-      rest > 0 ? el("button", { onclick: () => show(node.to) }, `${rest.toLocaleString("en")} more tokens`) : "");
+      rest > 0 ? el("button", { onclick: () => show(node.to) }, plural(rest, "more token")) : "");
   };
   show(Math.min(node.to, node.from + RUN));
   return el("li", { class: node === best ? "best" : null }, el("div", { class: "chips" }, ...chips), text, node.children.length ? el("ul", {}, ...node.children.map((child) => branch(child, all, average, spread, best))) : null);

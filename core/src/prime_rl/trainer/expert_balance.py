@@ -1,0 +1,166 @@
+"""How evenly a mixture's tokens are spread over its experts: metrics, and a loss that evens it out.
+
+For U tokens of a mixture with E experts, k per token::
+
+    f_e = choices of expert e / (U k)              without gradient
+    P_e = mean over tokens of the router's probability of e
+    balance = E * sum over e of f_e P_e            1 if all are chosen, and likely, equally
+
+(Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, eq. 4 to 6). ``trainer.balance_loss``
+times the mean of it over mixtures and the step's tokens is added to the loss. Deviations:
+
+1. f and P are those of a row, and not of the whole batch: no rank waits for another's row inside a
+   layer. Where documents are computed apart they are those of a call.
+2. The value is not in ``loss/mean``. The gradient enters where the router's choice leaves it.
+3. With ``router_replay`` f counts the experts that were taken: those of the sampler.
+4. A token counts as often as it is computed: a shared prompt once. Padding does not count.
+
+A probability is what the router ranks experts by, if it is one (a softmax), else the softmax of it.
+Routers whose bias balances them (DeepSeek V3, GLM) rank by another number: ``trainer.balance_loss``
+refuses them, and ``trainer.expert_load`` counts their choices without a balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from prime_rl.errors import ConfigError
+from prime_rl.trainer import context, parallel
+from prime_rl.trainer.routes import Mixture
+
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Buffers of routers that are balanced by a bias."""
+
+
+def have_biases(model: nn.Module) -> bool:
+    """Whether a bias balances the model's routers."""
+    names = [name for name, _ in (*model.named_buffers(), *model.named_parameters())]
+    return any(name.rpartition(".")[2] in BIASES for name in names)
+
+
+def check_routers(model: nn.Module, key: str) -> None:
+    """Raises ``ConfigError`` for a model whose routers have a bias. ``key``: of the setting."""
+    if have_biases(model):
+        raise ConfigError(
+            f"{key}: the routers of {type(model).__name__} rank experts with a bias that balances "
+            "them, and there is no probability to even out. Leave it out."
+        )
+
+
+class ExpertBalance:
+    """Of the rows of one batch, on one rank. ``coefficient``: of the loss; 0 only counts.
+    ``num_tokens``: of the optimizer step, over all ranks; set before each. ``has_biases``: of
+    routers, whose choices alone are counted."""
+
+    def __init__(
+        self,
+        mixtures: Sequence[Mixture],
+        coefficient: float,
+        device: torch.device,
+        has_biases: bool = False,
+    ) -> None:
+        self.coefficient = coefficient
+        self.has_biases = has_biases
+        self.num_tokens = 1
+        self._num_mixtures = len(mixtures)
+        numbers = torch.zeros((), device=device)
+        self._counts = [numbers.new_zeros(each.num_experts) for each in mixtures]
+        """[E] choices, by mixture."""
+        self._balance = [numbers for _ in mixtures]
+        """The sum over calls of tokens times balance, 0-dim, by mixture."""
+        self._tokens = numbers
+
+    def watch(
+        self,
+        mixture: Mixture,
+        scores: Tensor,
+        chosen: Tensor,
+        values: Tensor,
+        present: Tensor | None,
+        again: bool,
+    ) -> Tensor:
+        """``values`` [U, k], the scores of the experts ``chosen`` [U, k] among ``scores`` [U, E],
+        with the gradient of the loss. ``present`` [U] bool: the tokens that are not padding; None:
+        all. ``again``: the call has been counted. Every rank of a row calls this."""
+        trains = bool(self.coefficient) and torch.is_grad_enabled()
+        if again and not trains:
+            return values
+
+        ones = torch.ones_like(chosen[:, 0], dtype=torch.float32)
+        weights = ones if present is None else present.float()  # [U]
+        of_choices = weights[:, None].expand_as(chosen).flatten()
+        counts = ones.new_zeros(mixture.num_experts)
+        counts = counts.scatter_add_(0, chosen.flatten(), of_choices)
+        # What has a sum of 1 and no negative number is a probability, of rounded numbers too.
+        # Without a graph if nothing trains by it: a checkpointed block that is computed again saves
+        # as many tensors as it did at first.
+        wide = (scores if trains else scores.detach()).float()
+        is_probability = (wide.detach() >= 0).all() & (wide.detach().sum(1) < 1.5).all()
+        probabilities = torch.where(is_probability, wide, wide.softmax(1))
+        # A rank that computes a part of a row knows P for its tokens, and f for all of them: the
+        # ranks' products add up to that of the row.
+        of_row = context.total(counts)
+        share = of_row / of_row.sum().clamp(min=1)
+        sums = (probabilities * weights[:, None]).sum(0)  # [E]: tokens times P
+        balance = mixture.num_experts * (share * sums).sum()  # tokens times balance
+        number = mixture.number
+        if not again:
+            self._counts[number] = self._counts[number] + counts
+            self._balance[number] = self._balance[number] + balance.detach()
+            if number == 0:
+                self._tokens = self._tokens + weights.sum()
+        if not trains:
+            return values
+
+        with_gradient: Any = _WithGradient.apply
+        scale = self.coefficient / (self.num_tokens * self._num_mixtures)
+        attached: Tensor = with_gradient(values, balance, scale)
+        return attached
+
+    def metrics(self) -> dict[str, float]:
+        """Over all ranks: the choices of the most and of the least chosen expert of any mixture,
+        relative to equal ones, and the mean balance, unless routers have a bias. Empty if no
+        row trained. Every rank calls this."""
+        counts = torch.stack(self._counts).double()
+        balance = torch.stack(self._balance).double()
+        flat = torch.cat([counts.flatten(), balance, self._tokens.double()[None]])
+        if parallel.several_ranks():
+            dist.all_reduce(flat)
+        numbers = flat.cpu()
+        num_tokens = float(numbers[-1])
+        if not num_tokens:
+            return {}
+
+        counts = numbers[: counts.numel()].view_as(counts)
+        relative = counts / counts.mean(1, keepdim=True)
+        metrics = {
+            "router/load/max": float(relative.max()),
+            "router/load/min": float(relative.min()),
+            "router/load/unused": float((counts == 0).double().mean()),
+        }
+        if not self.has_biases:
+            balance = numbers[counts.numel() : -1]
+            metrics["router/balance"] = float(balance.mean()) / num_tokens
+        return metrics
+
+
+class _WithGradient(torch.autograd.Function):
+    """The first argument. Backward, ``scale`` times the second's gradient is added."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, balance: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(balance)
+        # A copy: routers normalize what they have chosen in place, which a view would not allow.
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        (balance,) = ctx.saved_tensors
+        return grad, torch.full_like(balance, ctx.scale), None

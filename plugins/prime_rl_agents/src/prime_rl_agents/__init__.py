@@ -1,0 +1,1 @@
+"""Agent programs: the harness and the taskset ``program``, which verifiers finds by that name."""

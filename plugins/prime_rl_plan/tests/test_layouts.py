@@ -1,0 +1,294 @@
+"""Experts on their ranks, and rows over several ranks: what they send, what they take, and which
+of them a run would refuse."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl import ConfigError, Engine, PluginConfig
+from prime_rl.config.run import RunConfig
+from prime_rl_plan import estimate as estimates
+from prime_rl_plan import measure
+from prime_rl_plan.architecture import num_experts
+from prime_rl_plan.devices import NETWORK, SENT, SHARED, parse
+from prime_rl_plan.estimate import PlanFacts, Traffic, times, traffic
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")
+TOKENS = 256
+HALF = 2
+"""Bytes of a number in bfloat16."""
+FULL = 4
+
+
+def request_of(ranks: int, layers: int, model: dict[str, Any], **trainer: Any) -> dict[str, Any]:
+    return {
+        "gpu": True,
+        "half": True,
+        "ranks": ranks,
+        "rows": 1,
+        "component": "rl",
+        "row_tokens": TOKENS,
+        "seq_len": TOKENS,
+        "model": model | {"num_hidden_layers": layers},
+        "trainer": {"loss": {"type": "default"}, "compile": False} | trainer,
+        "layers": [layers, layers],
+        "roofline": {"bfloat16": 1.0, "float32": 1.0, "bytes": 1.0},
+    }
+
+
+def measured(ranks: int, layers: int, **trainer: Any) -> dict[str, Any]:
+    """A step on fake ranks: costs of a row and the update, and peaks."""
+    request = request_of(ranks, layers, MODEL, **trainer)
+    # Groups of a row need a process of their own: a process makes fake ones only once.
+    is_apart = "context_parallel" in trainer
+    return estimates._ask(json.dumps(request)) if is_apart else measure.answer(request)
+
+
+def of_a_layer(ranks: int, **trainer: Any) -> dict[str, float]:
+    """Bytes that one more layer moves over the network."""
+    two, three = (measured(ranks, layers, **trainer)["costs"] for layers in (2, 3))
+    return {
+        key: three[key] - two.get(key, 0.0)
+        for key in three
+        if "network" in key and three[key] != two.get(key, 0.0)
+    }
+
+
+HIDDEN = MODEL["hidden_size"]
+ATTENTION = HIDDEN * 16 * (4 + 2 + 2) + 4 * 16 * HIDDEN + 2 * 16 + 2 * HIDDEN
+"""Weights of queries, keys, values, output, and the norms of heads and block."""
+ROUTER = MODEL["num_experts"] * HIDDEN
+EXPERTS = MODEL["num_experts"] * 3 * HIDDEN * MODEL["moe_intermediate_size"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (8, 2), (8, 1)])
+def test_tokens_travel_instead_of_experts(ranks: int, replicas: int) -> None:
+    """Gathered experts: all weights of a layer come twice, in bfloat16, and their gradients are
+    summed once, in float32. Else these are those of attention and router alone, and a token's k
+    rows travel four times: to the experts and back, forward and backward."""
+    shards = ranks // replicas
+    gathered = of_a_layer(ranks, dp_replicate=replicas)
+    group = f"{shards}/{shards}"
+    whole = ATTENTION + ROUTER + EXPERTS
+    assert gathered[f"rows_network/{SHARED}/{group}"] == whole * (2 * HALF + FULL)
+    own = of_a_layer(ranks, dp_replicate=replicas, expert_parallel=True)
+    assert own[f"rows_network/{SHARED}/{group}"] == (ATTENTION + ROUTER) * (2 * HALF + FULL)
+    rows = TOKENS * MODEL["num_experts_per_tok"] * HIDDEN
+    assert own[f"rows_network/{SENT}/{group}"] == 4 * rows * HALF
+    if replicas == 1:
+        return
+    # Once per step, each rank's share over the replicas: to the sum, and the sum back.
+    between = f"update_network/{SHARED}/{replicas}/{ranks - shards + 1}"
+    assert gathered[between] == 2 * whole / shards * FULL
+    assert own[between] == 2 * whole / shards * FULL
+    halved = of_a_layer(ranks, dp_replicate=replicas, expert_parallel=True, reduce_dtype="bfloat16")
+    assert halved[between] == gathered[between] / 2
+    shared = f"rows_network/{SHARED}/{group}"
+    assert halved[shared] == (ATTENTION + ROUTER) * 3 * HALF
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": 1}, {"dp_replicate": 4}])
+def test_collectives_of_256_ranks_are_those_of_the_formula(trainer: dict[str, Any]) -> None:
+    """Of one layer and row: the block's other weights come forward and backward and go once; tokens
+    travel twice forward, twice backward, and twice again if the block is recomputed. A group has
+    256 ranks, or 64 of a copy."""
+    holders = 256 // trainer.get("dp_replicate", 1)
+    model = MODEL | {"num_experts": 256}
+    number: dict[int, Counter[str]] = {}
+    sizes: dict[str, float] = {}
+    for layers in (2, 3):
+        number[layers] = Counter()
+        request = request_of(256, layers, model=model, expert_parallel=True, **trainer)
+        for _, name, dtype, _, moved, count in measure.step(request, layers)["costs"]:
+            if dtype.startswith("network"):
+                number[layers][name] += count
+                sizes[name] = max(sizes.get(name, 0.0), moved)
+
+    number[3].subtract(number[2])
+    expected = {
+        "_allgather_base_": 2,
+        "_reduce_scatter_base_": 1,
+        "alltoall_base_": 6 if "activation_checkpointing" in trainer else 4,
+        # Copies are summed once per step: the block's unit, and two weights of experts.
+        "allreduce_": 3 if holders < 256 else 0,
+    }
+    assert {name: number[3][name] for name in expected} == expected
+    assert sum(number[3].values()) == sum(expected.values())
+    rows = TOKENS * MODEL["num_experts_per_tok"]
+    assert sizes["alltoall_base_"] == rows * HIDDEN * HALF
+
+
+@pytest.mark.slow
+def test_ranks_of_a_row_exchange_heads_and_hold_a_part_of_the_activations() -> None:
+    """Forward: queries, keys and values to the ranks of their heads, and the output back; the
+    same for gradients. Each rank sends its part of the tokens."""
+    ranks, parts = 8, 2
+    found = of_a_layer(ranks, context_parallel=parts)
+    head = 16 * TOKENS // parts
+    assert found[f"rows_network/{SENT}/{parts}/{parts}"] == 2 * (4 + 2 + 2 + 4) * head * HALF
+    alone = measured(ranks, 3)["peaks"]["top"]["activations"]
+    together = measured(ranks, 3, context_parallel=parts)["peaks"]["top"]["activations"]
+    assert together / alone == pytest.approx(1 / parts, rel=0.25)  # whole rows at the head
+
+
+def facts(
+    nodes: int, costs: dict[str, float], rows: int = 3, ranks: int = 16, **trainer: Any
+) -> PlanFacts:
+    """With costs given here. No engine: nothing samples."""
+    config = RunConfig.model_validate(
+        {
+            "max_steps": 1,
+            "seq_len": 64,
+            "model": {"name": "m"},
+            "trainer": {"num_ranks": ranks, "loss": {"type": "default"}, **trainer},
+            "deployment": {"trainer_nodes": nodes},
+            "inference": {"base_url": ["http://127.0.0.1:1/v1"]},
+        }
+    )
+    measured = {"costs": costs, "peaks": {"update": {}}, "weights": 1.0, "trained": 1.0}
+    return PlanFacts(
+        config,
+        Engine(PluginConfig()),
+        machines=parse("2x8xH100-80"),
+        table=MODEL,
+        measured=measured,
+        ranks=ranks,
+        rows=rows,
+    )
+
+
+def test_traffic_takes_the_wire_that_its_group_spans() -> None:
+    """450 GB/s on a machine of eight; 50 GB/s to another, also for a pair of neighbors in rank
+    that is spread over both."""
+    costs = {
+        "rows_seconds": 0.001,
+        "update_seconds": 0.01,
+        "rows_network/shared/8/8": 8e9,  # a copy on each machine
+        "update_network/shared/2/9": 2e9,  # of ranks 0 and 8
+        "rows_network/sent/4/4": 4e9,
+    }
+    found = traffic(facts(2, costs))
+    assert found == [
+        Traffic(SENT, False, bytes=9e9, seconds=9e9 / 450e9),
+        Traffic(SHARED, False, bytes=21e9, seconds=21e9 / 450e9),
+        Traffic(SHARED, True, bytes=1e9, seconds=1e9 / NETWORK),
+    ]
+    # Ranks wait for what is sent. Gathering goes on beside computing, which is shorter here.
+    seconds = times(facts(2, costs), 0)
+    assert seconds["train"] == pytest.approx(21 / 450 + 1 / 50 + 9 / 450 + 0.01)
+    assert seconds["network"] == pytest.approx(30 / 450 + 1 / 50)
+    longer = times(facts(2, costs | {"rows_seconds": 1.0}), 0)
+    assert longer["train"] == pytest.approx(3 + 9 / 450 + 0.01)
+
+
+def test_each_optimizer_step_of_a_batch_sums_over_the_copies_and_updates() -> None:
+    """Two minibatches, three times each: six optimizer steps."""
+    costs = {"rows_seconds": 0.0, "update_seconds": 0.01, "update_network/shared/2/9": 2e9}
+    six = facts(2, costs, minibatches=2, epochs=3)
+    assert traffic(six) == [Traffic(SHARED, True, bytes=6e9, seconds=6e9 / NETWORK)]
+    assert times(six, 0)["train"] == pytest.approx(6e9 / NETWORK + 6 * 0.01)
+
+
+def test_each_epoch_computes_all_rows_and_gathers_for_them() -> None:
+    """Three rows a step, twice: six."""
+    costs = {"rows_seconds": 1.0, "update_seconds": 0.0, "rows_network/sent/4/4": 4e9}
+    twice = facts(2, costs, epochs=2)
+    assert traffic(twice) == [Traffic(SENT, False, bytes=18e9, seconds=18e9 / 450e9)]
+    assert times(twice, 0)["train"] == pytest.approx(6 + 18 / 450)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "said"),
+    [
+        ({"expert_parallel": True, "num_ranks": 6}, {}, r"dp_replicate to one of \[3, 6\]"),
+        ({"expert_parallel": True, "num_ranks": 8}, {"num_experts": 0}, "has no experts"),
+        ({"context_parallel": 8, "num_ranks": 8}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),
+        ({"context_parallel": 3, "num_ranks": 6}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),
+        ({"expert_parallel": True, "context_parallel": 4, "num_ranks": 8}, {}, ""),
+    ],
+)
+def test_layouts_that_a_run_would_refuse_are_not_planned(
+    trainer: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
+    table = {
+        "max_steps": 1,
+        "seq_len": 64,
+        "model": {"name": "m"},
+        "trainer": {"loss": {"type": "default"}} | trainer,
+    }
+    config = RunConfig.model_validate(table)
+    architecture: dict[str, Any] = MODEL | model
+    refused = pytest.raises(ConfigError, match=said) if said else nullcontext()
+    with refused:
+        config.trainer.check_layout(
+            config.model.name,
+            num_ranks=trainer["num_ranks"],
+            num_heads=architecture["num_attention_heads"],
+            num_experts=num_experts(architecture),
+        )
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def recorded(name: str) -> float:
+    figures = json.loads((ROOT / "docs/benchmarks.json").read_text("utf-8"))
+    (value,) = (float(each["value"]) for each in figures if each["name"] == name)
+    return value
+
+
+def test_numbers_in_recipes_are_those_of_the_record() -> None:
+    text = (ROOT / "configs/recipes/qwen3_8b_32k.toml").read_text("utf-8")
+    turns, halves = (recorded(f"layouts.qwen3_8b_32k.{name}.step") for name in ("turns", "4_and_4"))
+    assert f"by plan {turns:.1f} min, with four and four GPUs {halves:.1f}" in text
+
+
+@pytest.mark.slow
+def test_the_record_is_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails: ``python -m bench --record layouts``, ``--record roofline`` and ``--record
+    roofline --seq-len 256``, then ``python -m tools.docs``."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    layouts = import_module("bench.layouts")
+    roofline = import_module("bench.roofline")
+    found = layouts.plan("qwen3_8b_32k", "turns")
+    prefix = "layouts.qwen3_8b_32k.turns"
+    assert found["seconds"]["step"] / 60 == pytest.approx(recorded(f"{prefix}.step"), rel=0.01)
+    memory = found["trainer"]["total"] / 2**30
+    assert memory == pytest.approx(recorded(f"{prefix}.memory"), rel=0.01)
+    for mix, length in (("whole", []), ("of_256", ["--seq-len", "256"])):
+        ratio = roofline.main(["--only", "compiled", *length])["compiled"]
+        prefix = f"roofline.{mix}.compiled"
+        expected = recorded(f"{prefix}.least") / recorded(f"{prefix}.arithmetic")
+        assert ratio == pytest.approx(expected, rel=0.01)
+
+
+def test_the_models_of_the_package_have_the_keys_that_layouts_need() -> None:
+    for file in (files("prime_rl_plan") / "models").iterdir():
+        table = json.loads(file.read_text("utf-8"))
+        assert table["num_attention_heads"] > 0
+        assert num_experts(table) == (128 if "A3B" in file.name else 0)

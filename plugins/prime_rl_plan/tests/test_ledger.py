@@ -1,0 +1,68 @@
+"""Bytes that operations move, in whole numbers, as they are and in compiled blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prime_rl_plan.ledger import Ledger
+
+SIDE = 1000
+MB = 4 * SIDE * SIDE
+"""A matrix in float32."""
+
+
+def charged(run: object, fuses: bool) -> dict[str, float]:
+    """Matrices that each operation reads or writes, by name, in the order of the program."""
+    ledger = Ledger(pairs=0, rounds=False, fuses=fuses)
+    with FakeTensorMode():
+        x = torch.empty(SIDE, SIDE)
+        with ledger:
+            ledger.region, ledger.charges = "forward", True
+            kept = run(x)  # type: ignore[operator]
+            ledger.charges = False
+    del kept
+    moved: dict[str, float] = {}
+    for (_, name, _, _, size), number in ledger.costs.items():
+        moved[name] = moved.get(name, 0) + size * number / MB
+    return moved
+
+
+def chain(x: Tensor) -> Tensor:
+    y = (x * 2 + 1).exp()
+    return y @ x
+
+
+def reused(x: Tensor) -> list[Tensor]:
+    """What one run makes and a later one reads."""
+    y = x * 2
+    z = x @ x
+    return [y + z, y, z]
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.mul_(2).add_(1)
+
+
+def views(x: Tensor) -> Tensor:
+    return torch.ops.aten._unsafe_view(x.detach().view(-1), [SIDE, SIDE]).t()
+
+
+@pytest.mark.parametrize(
+    ("run", "plain", "fused"),
+    [
+        # mm reads y and x, and writes; fused, y is written for it.
+        (chain, {"mul": 2, "add": 2, "exp": 2, "mm": 3}, {"mul": 1, "add": 0, "exp": 0, "mm": 4}),
+        # y is written for the later run, which also reads z. No operation reads its own result.
+        (reused, {"mul": 2, "mm": 3, "add": 3}, {"mul": 1, "mm": 3, "add": 3}),
+        (in_place, {"mul_": 2, "add_": 2}, {"mul_": 2, "add_": 1}),
+        (views, {}, {}),
+    ],
+)
+def test_compiled_blocks_move_what_kernels_exchange(
+    run: object, plain: dict[str, float], fused: dict[str, float]
+) -> None:
+    assert charged(run, fuses=False) == plain
+    assert charged(run, fuses=True) == fused

@@ -1,0 +1,237 @@
+"""Experts that stay on their ranks: four ranks, and two times two, train what one rank trains, and
+go on from each other's checkpoints. Tokens travel by gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_cases
+import torch
+import warm
+from safetensors.torch import load_file
+from trainer_fixtures import kernel_of
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from prime_rl import PluginConfig
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_optimizer
+from prime_rl.trainer.loop import Trainer
+from prime_rl.trainer.model import load_model
+from prime_rl.trainer.rank import Rank
+from prime_rl.wire import MicroBatch
+from prime_rl.wire.micro_batch import decode_batch
+
+PLAIN = {"optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
+"""Adam would magnify the rounding of sums in another order."""
+OWN = {"expert_parallel": True, **PLAIN}
+BALANCED = {"expert_parallel": True, "balance_loss": 0.5, "minibatches": 2, **PLAIN}
+REPLAY = {"router_replay": True, **PLAIN}
+NUM_EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, by name."""
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    experts = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(
+        vocab_size=ranks_cases.VOCAB,
+        max_position_embeddings=256,
+        norm_topk_prob=True,
+        **sizes | heads | experts,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "model/tokenizer.json").write_text("{}")
+
+    def job(name: str, trainer: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+        made = {
+            "run_dir": str(folder / name),
+            "model": str(folder / "model"),
+            "trainer": trainer,
+        }
+        if resume is not None:
+            made["resume"] = str(folder / resume / "checkpoints/step_2")
+        return made
+
+    sets = [
+        (1, [job("one", PLAIN), job("one_replay", REPLAY)]),
+        (
+            4,
+            [
+                job("four", OWN),
+                job("four_replay", {**OWN, **REPLAY, "activation_checkpointing": 1}),
+                job("four_balanced", BALANCED),
+                job("two_by_two", {**OWN, "dp_replicate": 2, "activation_checkpointing": 1}),
+                job("four_of_two_rows", {**OWN, "context_parallel": 2}),
+                job(
+                    "rounded",
+                    {**OWN, "dp_replicate": 2, "reduce_dtype": "bfloat16", "expert_load": True},
+                ),
+            ],
+        ),
+        (
+            2,
+            [
+                job("two_from_four", OWN, resume="four"),
+                job("two_gathered_from_two_by_two", PLAIN, resume="two_by_two"),
+            ],
+        ),
+        (1, [job("one_from_four", PLAIN, resume="four")]),
+    ]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(sets))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    result = warm.run([sys.executable, ranks_cases.__file__, path], env=env)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def curve(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "trainer.jsonl").read_text().splitlines()]
+    return {line["step"]: line["metrics"] for line in lines}
+
+
+MANY = ["four", "two_by_two", "four_of_two_rows", "four_replay"]
+RESUMED = ["two_from_four", "two_gathered_from_two_by_two", "one_from_four"]
+COMPARED = ("loss/mean", "loss/rl", "entropy/all/mean", "mismatch_kl/all/mean", "optim/grad_norm")
+
+
+def reference_of(runs: Path, name: str) -> Path:
+    return runs / ("one_replay" if "replay" in name else "one")
+
+
+@pytest.mark.slow
+def test_ranks_replay_the_routes_of_their_own_rows(runs: Path) -> None:
+    """Random routes: a choice of two of eight is the router's own by chance only."""
+    metrics = curve(runs / "four_replay")[1]
+    assert 0.5 < metrics["router/flipped"] < 0.95
+    assert metrics["router/mismatch_kl_own"] != metrics["router/mismatch_kl_replayed"]
+    plain = curve(runs / "four")[1]["loss/mean"]
+    assert abs(plain - curve(runs / "four_replay")[1]["loss/mean"]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MANY, *RESUMED])
+def test_loss_and_gradient_are_those_of_one_rank(runs: Path, name: str) -> None:
+    """Of step 3 only one rank has a sample, and step 4 trains nothing: the others still answer."""
+    expected = curve(reference_of(runs, name))
+    found = curve(runs / name)
+    assert list(found) == ([3, 4, 5] if name in RESUMED else [1, 2, 3, 4, 5])
+    for step, metrics in found.items():
+        for key in COMPARED:
+            if key in expected[step]:
+                assert metrics[key] == pytest.approx(expected[step][key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MANY, *RESUMED])
+def test_every_published_version_has_the_weights_of_one_rank(runs: Path, name: str) -> None:
+    start = load_file(runs / "model/model.safetensors")
+    for step in (3, 5):
+        (ours,) = (runs / name / f"broadcasts/step_{step}").glob("*.safetensors")
+        (theirs,) = (reference_of(runs, name) / f"broadcasts/step_{step}").glob("*.safetensors")
+        found = load_file(ours)
+        expected = load_file(theirs)
+        assert found.keys() == expected.keys() == start.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
+    experts = [key for key in expected if ".experts." in key]
+    assert len(experts) == 2 * NUM_EXPERTS * 3
+    assert max(float((expected[key] - start[key]).abs().max()) for key in experts) > 1e-4
+
+
+def trained_alone(runs: Path, settings: dict[str, Any]) -> tuple[Trainer, dict[str, float]]:
+    """After step 1 on one rank, over the rows of all four."""
+    config = TrainerConfig.model_validate({"device": "cpu", **settings})
+    losses = installed_losses().with_rl(ranks_cases.Ratio(PluginConfig()))
+    model = load_model(runs / "model", config)
+    trainer = Trainer(
+        model,
+        losses,
+        config,
+        10,
+        kernel=kernel_of(config),
+        maker=make_optimizer(config.optim, load_plugins(TRAINER_GROUP)),
+    )
+    rows: list[MicroBatch] = []
+    for rank in range(4):
+        frames = ranks_cases.Frames(1, Rank(rank, 4), ranks_cases.batch, config.minibatches)
+        rows += decode_batch(frames.receive(0.0))[1]
+    return trainer, trainer.train_step(1, rows)
+
+
+@pytest.mark.slow
+def test_the_balance_of_ranks_and_minibatches_is_that_of_their_rows_on_one_rank(
+    runs: Path,
+) -> None:
+    """The second minibatch is of weights that the first one's balance has moved."""
+    found = curve(runs / "four_balanced")[1]
+    alone, expected = trained_alone(runs, BALANCED)
+    names = ("router/balance", "router/load/max", "router/load/min", "optim/grad_norm", "loss/mean")
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    without, _ = trained_alone(runs, {**BALANCED, "balance_loss": 0.0})
+    weights = dict(alone.model.named_parameters())
+    unmoved = dict(without.model.named_parameters())
+    (file,) = (runs / "four_balanced/broadcasts/step_1").glob("*.safetensors")
+    published = load_file(file)
+    routers = [name for name in weights if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    for name in routers:
+        torch.testing.assert_close(published[name], weights[name].detach(), rtol=0, atol=1e-6)
+        moved = (weights[name] - unmoved[name]).detach().abs().max()
+        assert float(moved) > 1e-5  # ten times the tolerance above
+
+
+@pytest.mark.slow
+def test_gradients_summed_in_bfloat16_differ_by_its_rounding(runs: Path) -> None:
+    """The first loss is of the same weights. Each share and each sum is rounded to 8 bits: the norm
+    of many weights is off by far less than one rounding, and not by nothing."""
+    exact = curve(runs / "one")[1]
+    rounded = curve(runs / "rounded")[1]
+    assert rounded["loss/mean"] == pytest.approx(exact["loss/mean"], rel=1e-5, abs=1e-6)
+    # Choices of all ranks: a mean of 1 is equal, and no expert has more than all.
+    assert 1 < rounded["router/load/max"] < NUM_EXPERTS
+    assert 0 <= rounded["router/load/min"] < 1 < rounded["router/balance"] < NUM_EXPERTS
+    error = abs(rounded["optim/grad_norm"] / exact["optim/grad_norm"] - 1)
+    assert 1e-6 < error < 2**-8
+    (ours,) = (runs / "rounded/broadcasts/step_3").glob("*.safetensors")
+    (theirs,) = (runs / "one/broadcasts/step_3").glob("*.safetensors")
+    expected = load_file(theirs)
+    start = load_file(runs / "model/model.safetensors")
+    for key, tensor in load_file(ours).items():
+        assert tensor.dtype == torch.float32
+        moved = float((expected[key] - start[key]).norm())
+        assert float((tensor - expected[key]).norm()) < 0.02 * moved + 1e-6, key
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "replicas", "expected"),
+    [(4, 1, None), (4, 2, None), (6, 1, r"dp_replicate to one of \[3, 6\]"), (3, 3, None)],
+)
+def test_ranks_with_different_numbers_of_experts_are_refused_with_those_that_fit(
+    num_ranks: int, replicas: int, expected: str | None
+) -> None:
+    config = TrainerConfig(dp_replicate=replicas)
+    if expected is None:
+        config.check_experts(NUM_EXPERTS, num_ranks)
+        return
+    with pytest.raises(ConfigError, match=expected) as caught:
+        config.check_experts(NUM_EXPERTS, num_ranks)
+    assert "num_ranks to dp_replicate times one of [1, 2, 4, 8]" in str(caught.value)
+
+
+def test_expert_parallel_is_off_by_default() -> None:
+    assert TrainerConfig().expert_parallel is False
