@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.device import Figures, need, on_gpu
@@ -23,7 +24,7 @@ def first_run() -> Figures:
     Without a GPU: two steps."""
     steps = 20 if on_gpu() else 2
     more = () if on_gpu() else SMALL
-    run = prime_rl("first", *more, config=FULL, steps=steps)
+    run = prime_rl("first", *more, configs=[FULL], steps=steps)
     figures = summary(run, steps)
     log = (run / "logs" / "latest" / "trainer.log").read_text("utf-8", errors="replace")
     config = json.loads((run / "configs" / "run.json").read_text("utf-8"))
@@ -40,7 +41,7 @@ def on_policy() -> Figures:
     """Three steps on samples of the weights that train: what is left of ``mismatch_kl`` is
     arithmetic (engine in float32, trainer in bfloat16), not age."""
     run = prime_rl(
-        "on_policy", "--orchestrator.max_off_policy_steps", "0", *SMALL, config=FULL, steps=3
+        "on_policy", "--orchestrator.max_off_policy_steps", "0", *SMALL, configs=[FULL], steps=3
     )
     figures = summary(run, 3)
     most = 1e-3 if on_gpu() else 1e-6
@@ -51,20 +52,20 @@ def on_policy() -> Figures:
 def resume() -> Figures:
     """Four steps with a checkpoint, then two more from it."""
     settings = ("--ckpt.interval", "2", *SMALL)
-    prime_rl("resume", *settings, config=FULL, steps=4)
-    resumed = prime_rl("resume", *settings, "--resume", config=FULL, steps=6)
+    prime_rl("resume", *settings, configs=[FULL], steps=4)
+    resumed = prime_rl("resume", *settings, "--resume", configs=[FULL], steps=6)
     return summary(resumed, 6)
 
 
 def lora() -> Figures:
     """Four steps with an adapter."""
-    return summary(prime_rl("lora", *SMALL, config=LORA, steps=4), 4)
+    return summary(prime_rl("lora", *SMALL, configs=[LORA], steps=4), 4)
 
 
-def prime_rl(name: str, *more: str, config: str, steps: int) -> Path:
+def prime_rl(name: str, *more: str, configs: Sequence[str | Path], steps: int) -> Path:
     """A run in the stage's folder; its directory. Raises ``AssertionError`` with the end of its
     log."""
-    command = [sys.executable, "-m", "prime_rl", "run", str(ROOT / config)]
+    command = [sys.executable, "-m", "prime_rl", "run", *(str(ROOT / each) for each in configs)]
     command += ["--max-steps", str(steps), "--run.name", name, *more]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -28,6 +28,7 @@ STAGES: dict[str, tuple[str, int]] = {
     "on_policy": ("runs", 60),
     "resume": ("runs", 80),
     "lora": ("runs", 60),
+    "recipe": ("recipe", 200),
     "engine": ("serving", 90),
     "broadcast": ("serving", 60),
     "offload": ("trainer", 60),
