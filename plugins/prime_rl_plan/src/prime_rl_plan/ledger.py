@@ -39,6 +39,8 @@ HEAD = ("prime_rl.trainer.logprobs", "prime_rl_kernels.fused_head")
 """Modules that compute logits, forward and backward."""
 UNCOMPILED = (*HEAD, "prime_rl_kernels.attention", "prime_rl.trainer.loss")
 """Modules that run outside of the compiled blocks."""
+LAYOUTS = ("torch.distributed.tensor._sharding_prop",)
+"""Where DTensor asks for the shape of a result, by a call on tensors without values."""
 OFFLOAD = "prime_rl_kernels.offload"
 """The module that keeps inputs of blocks on the host: its copies cross the bus."""
 NETWORK = "network"
@@ -166,6 +168,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         known = {each.untyped_storage()._cdata for each in read}
         fresh = [each for each in made if each.untyped_storage()._cdata not in known]
+        if fresh and _in_modules(LAYOUTS):  # their tensors are fake on a GPU too
+            return result
         if fresh:
             kind = self._kind(func, read)
             for each in fresh:
