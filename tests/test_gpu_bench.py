@@ -35,12 +35,16 @@ def test_every_stage_runs_at_toy_size(
     table = json.loads((tmp_path / "results.json").read_text())["stages"]
     states = {name: each["state"] for name, each in table.items()}
     assert states == {name: "skipped" if name in SKIPPED else "ok" for name in stages.STAGES}
-    assert [line.split()[0] for line in shown.splitlines()[1:13]] == [*stages.STAGES]
+    assert [line.split()[0] for line in shown.splitlines()[1 : 1 + len(stages.STAGES)]] == [
+        *stages.STAGES
+    ]
     figures = {name: device.flat(each["figures"]) for name, each in table.items()}
     rate = figures["trainer"]["packed.recompute.rate_tokens_per_s"]
     assert rate == pytest.approx(2 * 256 / figures["trainer"]["packed.recompute.step_s"])
     assert "packed.recompute.mfu_percent" not in figures["trainer"]  # a CPU's peak is unknown
     assert 0 < figures["first_run"]["last_reward"] < 1
+    assert figures["recipe"]["rate_tokens_per_s"] > 0
+    assert 0.4 < figures["recipe"]["first_reward"] < 0.6  # half of the vocabulary earns
     assert 0 < figures["on_policy"]["mismatch_kl"] < 1e-6
     assert (tmp_path / "logs.tar").exists() and not [*tmp_path.glob("*.log")]
     with pytest.raises(ValueError, match="without a GPU"):
@@ -113,16 +117,19 @@ def results_file(folder: Path, gpu: str = "NVIDIA H100, 79.1 GiB", state: str = 
 def test_figures_of_a_gpu_replace_the_earlier_ones_and_fill_the_page(tmp_path: Path) -> None:
     records = tmp_path / "records.json"
     old = {"name": "gpu.trainer.gone_s", "value": 1.0, "unit": "s"}
+    another = {"name": "gpu.trainers.kept_s", "value": 1.0, "unit": "s"}
     other = {"name": "wire.bytes", "value": 12.0, "unit": "bytes"}
     common = {"date": "2026-11-01", "commit": "x", "cpu": "y", "versions": "z", "command": "c"}
-    records.write_text(json.dumps([old | common, other | common]))
+    records.write_text(json.dumps([old | common, another | common, other | common]))
     assert results.record_results(results_file(tmp_path), records) == 2
     figures = read(records)
     assert set(figures) == {
         "gpu.trainer.packed.recompute.peak_gib",
         "gpu.trainer.packed.recompute.step_s",
+        "gpu.trainers.kept_s",
         "wire.bytes",
     }
+    del figures["gpu.trainers.kept_s"]
     page = "<!-- figures: gpu -->\n<!-- /figures -->"
     assert filled(page, figures).splitlines()[1:-1] == [
         "| what | measured |",

@@ -13,16 +13,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from bench.gpu.device import Figures, need, on_gpu
 from bench.gpu.runs import ROOT, prime_rl, summary
+from bench.gpu.serving import write_random
 from bench.gpu.trainer import PLAN_ERROR, SHAPES
 from prime_rl.rundir.rows import read_rows
-from prime_rl_devkit.engines.models import VOCAB_SIZE
-from prime_rl_embedded.testing import write_model
 
 GIB = 2**30
 RECIPE = ROOT / "configs" / "recipes" / "qwen3_0.6b_gsm8k.toml"
@@ -35,7 +33,7 @@ def lower_half(completion_ids):
 def recipe() -> Figures:
     """Some steps of the recipe: its reward rises; tokens/s; the trainer's peak memory, and that of
     ``prime-rl plan``."""
-    steps = 12 if on_gpu() else 2
+    steps = 9 if on_gpu() else 2
     config = write_config(Path.cwd())
     run = prime_rl("recipe", configs=[config], steps=steps)
     trained = [each["metrics"] for each in read_rows(run / "trainer.jsonl")]
@@ -55,23 +53,15 @@ def recipe() -> Figures:
 
 def write_config(folder: Path) -> Path:
     """Model, questions, reward and the recipe with these."""
-    shape: dict[str, Any] = SHAPES["qwen3-0.6b"] if on_gpu() else SHAPES["tiny"]
-    shape = shape | {"vocab_size": max(shape["vocab_size"], VOCAB_SIZE)}
-    model = write_model(
-        folder / "model",
-        **shape,
-        tokenizer=True,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-        max_position_embeddings=4096,
-    )
+    shape = "qwen3-0.6b" if on_gpu() else "tiny"
+    model = write_random(folder / "model", shape)
     rewards = folder / "rewards.py"
-    rewards.write_text(REWARDS.format(half=shape["vocab_size"] // 2), "utf-8")
+    rewards.write_text(REWARDS.format(half=SHAPES[shape]["vocab_size"] // 2), "utf-8")
     rows = ({"prompt": f"Write anything, number {number}."} for number in range(1000))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "questions.jsonl").write_text(lines, "utf-8")
     seq_len, batch_size, new, row, rate = (
-        (512, 256, 256, 8192, 1e-4) if on_gpu() else (128, 32, 16, 512, 1e-3)
+        (512, 128, 128, 8192, 2e-4) if on_gpu() else (128, 32, 16, 512, 1e-3)
     )
     config = tomllib.loads(RECIPE.read_text("utf-8"))
     config["seq_len"] = seq_len

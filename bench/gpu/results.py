@@ -42,8 +42,8 @@ def write_results(path: Path, device: str, outcomes: Mapping[str, Outcome], comm
 
 
 def record_results(path: Path, records: Path = RECORDS) -> int:
-    """Record the figures of a results file in place of all earlier ones; their number. Raises
-    ``ValueError`` if it is not of a GPU, or a stage failed."""
+    """Record the figures of a results file in place of all earlier ones of its stages; their
+    number. Raises ``ValueError`` if it is not of a GPU, or a stage failed."""
     table = json.loads(path.read_text("utf-8"))
     if not table["device"]:
         raise ValueError(f"{path}: measured without a GPU, at toy size. Nothing is recorded")
@@ -52,9 +52,8 @@ def record_results(path: Path, records: Path = RECORDS) -> int:
         raise ValueError(f"{path}: {', '.join(failed)} failed. Nothing is recorded")
 
     measured_with: Conditions = table["conditions"] | {"gpu": table["device"]}
-    figures = {
-        name: each for name, each in read(records).items() if not name.startswith(f"{PREFIX}.")
-    }
+    measured = tuple(f"{PREFIX}.{stage}." for stage in table["stages"])
+    figures = {name: each for name, each in read(records).items() if not name.startswith(measured)}
     number = 0
     for stage, outcome in table["stages"].items():
         for name, value in numbers(outcome["figures"]).items():

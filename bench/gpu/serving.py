@@ -11,11 +11,14 @@ import httpx
 import torch
 
 from bench.gpu.device import Figures, Skip, need, on_gpu
-from bench.gpu.trainer import SHAPES
+from bench.gpu.trainer import SHAPES, make_model
+from prime_rl.rundir.launch import READY
+from prime_rl.trainer.device import choose_device
 from prime_rl.weights.tensors import header_of
 from prime_rl_broadcast.connection import connect
 from prime_rl_broadcast.group import BroadcastGroup
-from prime_rl_embedded.testing import Served, serve, write_model
+from prime_rl_devkit.engines.models import write_tokenizer
+from prime_rl_embedded.testing import Served, serve
 
 NUM_WEIGHTS = 16
 SIDE = 4096
@@ -29,13 +32,7 @@ def engine() -> Figures:
     count, prompt, new = (128, 128, 256) if on_gpu() else (8, 8, 8)
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(
-            Path(folder),
-            **shape,
-            tie_word_embeddings=True,
-            initializer_range=0.02,
-            max_position_embeddings=4096,
-        )
+        model = write_random(Path(folder), "qwen3-0.6b" if on_gpu() else "tiny")
         for dtype in ("bfloat16", "float32") if on_gpu() else ("float32",):
             with serve(model, max_model_len=prompt + new, dtype=dtype) as served:
                 prompts = [
@@ -47,8 +44,19 @@ def engine() -> Figures:
                 asyncio.run(generate(served.url, prompts, new))
                 rate = count * new / (time.perf_counter() - started)
                 figures[dtype] = {"rate_tokens_per_s": rate} | sleeping(served)
+                print(dtype, figures[dtype], flush=True)
 
     return figures
+
+
+def write_random(folder: Path, shape: str) -> Path:
+    """Random weights of a shape, created on the device, and the tokenizer of the tiny models."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = choose_device("auto")
+    make_model(shape, device, tokens=4096).bfloat16().save_pretrained(folder)
+    write_tokenizer(folder)
+    (folder / READY).touch()
+    return folder
 
 
 async def generate(url: str, prompts: list[list[int]], new: int) -> None:

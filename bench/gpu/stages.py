@@ -23,15 +23,15 @@ STAGES: dict[str, tuple[str, int]] = {
     "parity": ("agreement", 90),
     "kernels": ("agreement", 120),
     "trainer": ("trainer", 180),
-    "compiled": ("trainer", 120),
     "first_run": ("runs", 90),
     "on_policy": ("runs", 60),
+    "recipe": ("recipe", 300),
+    "engine": ("serving", 180),
     "resume": ("runs", 80),
     "lora": ("runs", 60),
-    "recipe": ("recipe", 200),
-    "engine": ("serving", 90),
     "broadcast": ("serving", 60),
     "offload": ("trainer", 60),
+    "compiled": ("trainer", 120),
 }
 """Name: module of this package with the function of that name, limit in seconds. The most telling
 come first."""

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
     "tiny": {
-        "vocab_size": 256,
+        "vocab_size": 272,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -127,7 +127,7 @@ def measure(
     dtype: Precision = "bfloat16"
     config = TrainerConfig(dtype=dtype, micro_batch_tokens=tokens, **settings)
     model = make_model(shape, device, tokens)
-    trainer = make_trainer(model, config, num_steps=warmup + steps + 1)
+    trainer = make_trainer(model, config, num_steps=warmup + steps + 2)
     vocab = SHAPES[shape]["vocab_size"]
     batch = [make_micro_batch(mix, tokens, vocab=vocab, seed=seed) for seed in range(MICRO_BATCHES)]
     cost = model_cost(model)
@@ -150,7 +150,23 @@ def measure(
     share = mfu(flops, median, peak_flops(device, dtype))
     if share:  # the peak of the device is known
         figures["mfu_percent"] = share["perf/mfu"]
+    if device.type == "cuda":
+        figures["busy_percent"] = busy(trainer, warmup + steps + 1, batch)
     return figures
+
+
+def busy(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:
+    """Percent of a step in which the GPU computes. The rest of the time it waits for the host,
+    which starts its kernels. The log gets the kernels that take longest."""
+    finish()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        seconds = timed(trainer, step, batch)
+    kernels = profile.key_averages()
+    table = kernels.table("self_cuda_time_total", row_limit=40, max_name_column_width=80)
+    print(table, flush=True)
+    microseconds = sum(float(each.self_device_time_total) for each in kernels)
+    return microseconds / 1e6 / seconds * 100
 
 
 def timed(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:
