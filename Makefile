@@ -45,7 +45,7 @@ test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: setup
 	$(BIN)/python -m pytest $(call PARALLEL,2) -m "slow and not vllm" $(ARGS)
 
-# What has to hold on a GPU: twelve stages, at most nine minutes. Without a GPU at toy size.
+# What has to hold on a GPU: thirteen stages, at most nine minutes. Without a GPU at toy size.
 test-gpu: setup
 	$(BIN)/python -m bench.gpu $(ARGS)
 

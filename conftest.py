@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 import warm
 from hypothesis import HealthCheck, settings
+
+BEGAN = "PRIME_RL_TESTS_BEGAN"
+"""The variable with the time at which the run began, for its workers."""
 
 # Property tests are the same in every run, and a busy machine fails none of them.
 settings.register_profile(
@@ -27,10 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         help="seconds that each stage of tests/test_slow_world.py takes longer",
     )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="begin no test later than this after the start; each day other files come first",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One nursery for the processes of all workers."""
+    """One nursery for the processes of all workers, and one start of the run."""
+    os.environ.setdefault(BEGAN, str(time.time()))
     is_here = sys.platform == "linux" and warm.forkserver is not None
     if is_here and "PYTEST_XDIST_WORKER" not in os.environ:
         nursery = warm.nursery()
@@ -38,10 +48,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: nursery.__exit__(None, None, None))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: a worker that begins one last would be waited for."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    if config.getoption("--minutes") is not None:
+        day = int(float(os.environ[BEGAN]) / 86400)
+        paths = list(dict.fromkeys(item.path for item in items))
+        turn = {path: (number - 37 * day) % len(paths) for number, path in enumerate(paths)}
+        items.sort(key=lambda item: turn[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.time() > float(os.environ[BEGAN]) + 60 * minutes:
+        pytest.skip(f"not run: it would have begun more than {minutes:g} minutes after the start")
 
 
 def pytest_sessionstart() -> None:
