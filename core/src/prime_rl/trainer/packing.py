@@ -122,7 +122,6 @@ class Packing:
         # Each call gathers sharded weights, so every rank has to make as many calls. An idle call
         # has to be part of the graph: the backward pass gathers too.
         with choosing(None), watching(None):  # it has nothing to replay or to count
-
             for _ in range(num_calls - len(sizes)):
                 whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
         return whole
