@@ -66,8 +66,10 @@ class AgentAlgorithms(Algorithm):
         }
         implemented = {name for part in parts for name in marked_hooks(part.algorithm)}
         attributes |= {name: HOOKS[name] for name in implemented}
+        # A class of its own, for core asks the class which hooks it has.
         instance: AgentAlgorithms = type(cls.__name__, (cls,), attributes)(PluginConfig())
         instance.parts = parts
+
         limits = [each.trains_at_most for each in algorithms]
         if None not in limits:
             # A member of the group is an episode: it trains if any of its agents does.
@@ -232,6 +234,7 @@ def make_algorithm(
     if is_left:
         algo = env.algo or shared
         rest = make(ALGORITHM, algo.type, table=algo.settings, hooks=hooks, where=f"{where}algo")
+
     if not of_agents:
         assert rest is not None
         return rest

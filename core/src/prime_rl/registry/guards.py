@@ -88,7 +88,7 @@ class Guard:
                 )
 
             seen.add(id(sample))
-            sample.owner = mine
+            sample.owner = mine  # another rollout with this sample is seen, also in a later call
 
         gone = [index for index, sample in enumerate(before) if id(sample) not in seen]
         if gone:

@@ -287,6 +287,7 @@ def unreached_observers(*managers: Hooks, partly: Collection[str] = ()) -> list[
         for kind in kinds
         for offered in collect(hooks, kind).values()
     }
+
     problems = []
     for hooks in managers:
         for kind in kinds:
@@ -504,6 +505,7 @@ def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
     default = Offered[Kernel](_Plain, Origin("core", "prime-rl-core", ""))
     offers = {_Plain.name: default, **collect(hooks, KERNEL)}
     cls = select(KERNEL, config.attention, offers=offers, where="trainer.attention")
+
     fields = TrainerConfig.model_fields
     keys = (
         "fused_lm_head",
@@ -512,6 +514,7 @@ def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
         "keep_attention",
         "offload_activations",
     )
+
     values = {key: getattr(config, key) for key in keys}
     # A kernel need not know these keys. It refuses one only where the user has set it.
     changed = {key: value for key, value in values.items() if value != fields[key].default}
