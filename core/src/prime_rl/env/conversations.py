@@ -122,6 +122,7 @@ class Rendering:
         renderer = self._renderer(self._config)
         turns: list[_Turns] = []
         before = -1
+
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

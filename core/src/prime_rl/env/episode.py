@@ -218,6 +218,7 @@ class RolloutResult:
         calls."""
         messages = () if self.trace is None else self.trace.messages
         saved: list[dict[str, Any]] = []
+
         for message in messages:
             content = message.content
             if isinstance(content, list):  # images stay where they came from

@@ -190,6 +190,7 @@ def check_named(config: Any, settings: EnvSettings, named: Iterable[str]) -> Non
     where = f"env {settings.label!r}: agents"
     seats = seats_of(config)
     fixed = fixed_seats(config)
+
     for name in named:
         if name not in seats:
             close = difflib.get_close_matches(name, seats, n=1)

@@ -405,6 +405,7 @@ def branch_tokens(
     content: list[bool | None] = []
     node_ids: list[int] = []
     policy: list[int] = []
+
     for node in branch.nodes:
         length = len(node.token_ids)
         position = index[id(node)]
@@ -441,6 +442,7 @@ def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, floa
     or None for each turn."""
     turns = [str(position) for position, node in enumerate(trace.nodes) if node.sampled]
     is_list = isinstance(rewards, list | tuple | np.ndarray)
+
     if (
         not is_list
         or len(rewards) != len(turns)

@@ -64,6 +64,7 @@ class AgentAlgorithms(Algorithm):
             "grows_groups": any(each.grows_groups for each in algorithms),
             "needs_temperature": next((each for each in temperatures if each is not None), None),
         }
+
         implemented = {name for part in parts for name in marked_hooks(part.algorithm)}
         attributes |= {name: HOOKS[name] for name in implemented}
         # A class of its own, for core asks the class which hooks it has.
@@ -219,6 +220,7 @@ def make_algorithm(
     """
     where = f"env {env.label!r}: "
     of_agents = {}
+
     for name, agent in env.agents.items():
         if isinstance(agent.algo, AlgoConfig):
             of_agents[name] = make(

@@ -60,6 +60,7 @@ def spread(
         done, number, free = heap[0]
         bins[number].append(index)
         heapreplace(heap, (done + work[index], number, free - lengths[index]))
+
         for other in passed:
             if other[2] >= smallest:  # otherwise it is full
                 heappush(heap, other)

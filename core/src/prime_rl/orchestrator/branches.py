@@ -209,6 +209,7 @@ def leave_out_replayed(rollout: Rollout, branch: Branch) -> None:
     """What came from the record trains in the rollout that it was recorded of, and not here."""
     first = branch.paths[0]
     whole = first.token_ids[: first.end]
+
     for sample in rollout.samples:
         if len(sample) > first.end and np.array_equal(sample.token_ids[: first.end], whole):
             sample.is_repeat = np.arange(len(sample)) < first.end

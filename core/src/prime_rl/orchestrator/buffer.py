@@ -243,6 +243,7 @@ class Buffer:
         self._fruitless += count
         self._fruitless_places += places
         self._reasons[reason] += count
+
         if self._fruitless_places >= self._patience:
             reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
@@ -298,6 +299,7 @@ class FilterSlot:
         enforcing ones that object, each with its reason: none if the rollout may train."""
         self.seen += 1
         enforcing = {}
+
         for name, is_enforcing, call in self._calls:
             reasons = call(rollout=rollout, group=group or [rollout])
             wrong = [reason for reason in reasons if not isinstance(reason, str)]

@@ -91,6 +91,7 @@ def build_orchestrator(
 
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
+
     for env in envs:
         steps = every[env.name]
         if steps is not None:
@@ -217,6 +218,7 @@ def compared_by(
     of_all = [f"filter {name!r}" for name in buffer.group_filters]
     if _overrides(sampler, Sampler, "observe", "reject"):
         of_all.append(f"sampler {sampler.name!r}")
+
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
@@ -224,6 +226,7 @@ def compared_by(
 
     partial = run.config.orchestrator.partial_groups
     compared = {}
+
     for env in envs:
         of_groups = []
         for part in parts_of(env.algorithm):
@@ -240,6 +243,7 @@ def compared_by(
 
         mine = env.hooks.implementers("score_group", without=env.algorithm)
         mine += env.hooks.implementers("wanted_members", without=None) if env.limits else []
+
         if partial is not None and env.limits is not None:
             raise ConfigError(
                 f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
@@ -326,6 +330,7 @@ def build_engines(run: RunContext) -> Engines:
     reset = run.config.trainer.reference_reset
     reference = 0 if launch.checkpoint is None else launch.checkpoint.reference
     earlier = {}
+
     for name, url in launch.reference_urls.items():
         follows = partial(_earlier_engine, run, url=url, key=key, options=options, outages=outages)
         if name == "ema":

@@ -231,6 +231,7 @@ class Checkpointing(Observer):
         """Write the part of step ``step``, its ``progress.json`` last. Raises ``OSError``."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+
         for name, part in self._parts.items():
             folder = _folder(directory, name)
             folder.mkdir(parents=True, exist_ok=True)

@@ -391,6 +391,7 @@ class Dispatcher:
             groups = self._choose(self._opened, env, example_id)
             # The next group's id.
             self._opened += 1
+
             for group in groups:
                 if self.admission.is_near(group, self._standing):
                     self._open_in_time(group)
@@ -408,6 +409,7 @@ class Dispatcher:
         # Where rollouts are handed on alone, each member is a ticket of its own.
         parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
         groups = []
+
         for part in parts:
             group = OpenGroup(
                 env_name=env.name,
@@ -417,6 +419,7 @@ class Dispatcher:
                 example_id=example_id,
                 requested=part,
             )
+
             self.admission.choose(group)
             self._chosen[group.number] = group
             groups.append(group)
@@ -479,6 +482,7 @@ class Dispatcher:
 
         group.members[index] = rollouts
         del group.tasks[index]
+
         if group.env.limits:
             try:
                 self._judge(group, group.env.limits)

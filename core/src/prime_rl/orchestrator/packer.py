@@ -217,6 +217,7 @@ def pack_ranks(
     # Also for several ranks: the number of these rows is how many they share.
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
+
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
@@ -244,6 +245,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     streams = {name: column for name in further if (column := joined(name)) is not None}
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+
     if ROUTES in packing.needs:
         routes = concatenate(((len(s), s.routed_experts) for s in samples), ROUTES)
         if routes is not None:
@@ -266,6 +268,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
         group_ids=None if groups is None else np.array(groups, np.int32),
         **known,
     )
+
     micro_batch.check()
     return micro_batch
 

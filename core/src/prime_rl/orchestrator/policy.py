@@ -147,6 +147,7 @@ class WeightWatcher:
 
         self._num_updates += 1
         await self.policy.advance(version)
+
         for observer in self._observers:
             observer.version_served(version)
 

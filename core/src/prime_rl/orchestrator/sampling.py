@@ -126,6 +126,7 @@ class Sampling(Observer):
         rollouts = members(group.survivors)
         if group.num_failed:
             self.buffer.note_failed(group.num_failed, env.name)
+
         if group.num_cut_off:
             # A group is cut short by its algorithm, which has seen enough, or by `partial_groups`.
             outcome = "stopped" if env.limits else "cancelled"
@@ -227,6 +228,7 @@ class Sampling(Observer):
                 kind,
                 result.error,
             )
+
             self.buffer.note_failure(f"{kind}: {result.error}")
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
@@ -393,6 +395,7 @@ async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
     largest = env.limits.size if env.limits else env.group_size
     plan.group_size = largest
     await env.hooks.prepare_rollout(plan)
+
     if (plan.group_size or 1) > largest:
         key = "max_group_size" if env.limits else "group_size"
         most = f"at most the {largest} of env {env.name!r}; raise {key} in the config"

@@ -282,6 +282,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
         reads = dict.fromkeys(component.required, "which")
         for head in component.read_heads:
             reads |= dict.fromkeys(head_required(head), f"whose head {head.name!r}")
+
         for required in reads.keys() - written.keys():
             if stream(sample, required) is None:
                 raise StreamError(

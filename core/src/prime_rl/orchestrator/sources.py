@@ -178,6 +178,7 @@ class Sampled(RolloutSource):
             policy_version=ask.policy_version,
             temperature=plan.temperature,
         )
+
         rollout.episode_id = ask.member
         rollout.source = self.label
 

@@ -236,6 +236,7 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
 
     pairs = defaultdict(list)
     means = {}
+
     for name, value, weight in logged:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
@@ -391,6 +392,7 @@ def watching_coroutines() -> Iterator[None]:
         message = "coroutine .* was never awaited"
         warnings.filterwarnings("error", message=message, category=RuntimeWarning)
         sys.unraisablehook = look
+
         try:
             yield
         finally:

@@ -271,6 +271,7 @@ def _check_head(head: Head, table: HeadTable, where: str) -> None:
             f"head {head.name!r} gives logprobs: they are one number a token, and there is none "
             "behind the last. Leave gives_vectors and reads_ends out."
         )
+
     if head.gives_logprobs and not table.own_model:
         raise ConfigError(
             f"{where}: the head {head.name!r} gives log-probabilities of a model of its own. Set "
@@ -284,6 +285,7 @@ def _check_declared(cls: type[Loss]) -> None:
     bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
     bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
     problem = ""
+
     if isinstance(cls.reads, str) or bad:
         problem = (
             f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "

@@ -78,6 +78,7 @@ class Guard:
     def _check_samples(self, rollout: Rollout, before: Sequence[Any]) -> None:
         mine = id(rollout)
         seen = set()
+
         for index, sample in enumerate(rollout.samples):
             if sample.owner not in (None, mine) or id(sample) in seen:
                 other = "twice" if id(sample) in seen else "and in another rollout"

@@ -140,6 +140,7 @@ def _import(path: str, module: str) -> Any:
     sys.path.append(here)  # last: its files must not replace installed modules
     # The file may be newer than what Python remembers of its folder.
     importlib.invalidate_caches()
+
     try:
         return importlib.import_module(module)
     except Exception as error:

@@ -122,6 +122,7 @@ class Hooks(pluggy.PluginManager):
         number of members."""
         answers = self.hook.wanted_members(progress=progress)
         most = progress.max_group_size
+
         for answer in answers:
             if type(answer) is not int or not 0 < answer <= most:
                 names = ", ".join(self.implementers("wanted_members", without=None))
@@ -190,6 +191,7 @@ class Hooks(pluggy.PluginManager):
         """A batch leaves for the trainer. Raises ``PluginError`` if a hook has changed it."""
         before = [sample.columns for sample in samples]
         self.hook.batch_packed(step=step, samples=samples)
+
         for sample, columns in zip(samples, before, strict=True):
             now = sample.columns
             # The arrays are frozen, so what has changed is another array.
@@ -227,6 +229,7 @@ async def _call_async(
             values = [arguments[name] for name in impl.argnames]
             function: Callable[..., Any] = impl.function
             call = running(_name(impl), hook=hook.name, owner=impl.plugin, arguments=arguments)
+
             if impl.wrapper:
                 # Left in reverse: the wrapper ends, its rollouts are checked, its errors are named.
                 wrappers.enter_context(call)

@@ -453,6 +453,7 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
     offers = collect(hooks, TRAINER_OBSERVER)
     tunings = collect(hooks, TUNING)
     problems = []
+
     for name in sorted(tables.keys() - tunings.keys() - offers.keys()):
         close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
         # A misspelt key of core lands here too. Its value tells: it fits the key that was meant.

@@ -94,8 +94,8 @@ class SharedState:
             for other, several in self._algorithms.items()
             if other != env and any({*own_classes(each)} & watched for each in several)
         ]
-        of = f"the envs {env!r} and {', '.join(others)}" if others else f"agents of the env {env!r}"
 
+        of = f"the envs {env!r} and {', '.join(others)}" if others else f"agents of the env {env!r}"
         mine = next(each for each in self._algorithms[env] if {*own_classes(each)} & watched)
         error = PluginError(
             f"{changed} has changed while groups were scored, and it is one object for {of}: what "

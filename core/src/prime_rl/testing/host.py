@@ -65,6 +65,7 @@ class FakeReference:
                 temperature=temperature,
                 policy_versions=np.zeros(len(cut), np.int32),
             )
+
             answers.append(completion)
 
         return answers
@@ -148,6 +149,7 @@ def default_branch(prefix: Prefix, number: int) -> Rollout:
         loss_mask=mask,
         inference_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
     )
+
     return Rollout(
         env=parent.env,
         example_id=parent.example_id,

@@ -169,6 +169,7 @@ class Admission:
 
         coming = 0.0
         left = len(self.tickets.unopened)
+
         for ticket in [*self.tickets.all.values()]:
             if not left or coming >= most:
                 return
@@ -245,6 +246,7 @@ class Admission:
         """Places of the smallest group that had to wait for an older one: so have younger ones."""
         overtaken: Wait | None = None
         waiting = sorted(self.tickets.complete.values(), key=self._deadline)
+
         for ticket in waiting:
             if left <= 0:
                 break
@@ -297,6 +299,7 @@ class Admission:
         left = self.batch_size - at.num_buffered - self._coming(self.tickets.passed)
         due = []
         others = []
+
         for ticket in self.tickets.all.values():
             if ticket.handed_on or ticket.opened_at is None:
                 continue

@@ -140,6 +140,7 @@ class Pace:
         self.spent[before.cause] += elapsed
         self.load.add(before.cause, elapsed)
         self.count(inflight, now)
+
         if before.cause == "starved":
             self._starved[before.env] = self._starved.get(before.env, 0.0) + elapsed
         elif before.cause == "held" and elapsed:

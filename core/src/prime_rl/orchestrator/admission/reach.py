@@ -240,6 +240,7 @@ class Reach:
 
         reached = min(self.limit, lead)
         has_no_batch = load.starved + load.held > WORTH * load.seconds
+
         if load.is_starved and lead > self.limit and not self._falls:
             trial = self._more * self.limit
 
