@@ -139,6 +139,7 @@ def as_credit(values: float | Values) -> FloatColumn:
     and for an integer that float32 cannot hold exactly."""
     column = as_stream(values)
     exact = column.astype(np.float32)
+    # Compared in float64, which holds both exactly.
     rounded = exact.astype(np.float64) != column.astype(np.float64)
     if column.dtype.kind == "i" and rounded.any():
         raise ValueError(

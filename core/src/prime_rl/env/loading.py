@@ -249,6 +249,7 @@ class _ModelError:
     def __set__(self, session: Any, error: Any) -> None:
         values = session.__dict__
         values["error"] = error
+        # The constructor assigns first, in the rollout's context; the server later, in another one.
         truncates = values.setdefault("truncates", on_overlong.get() == "truncate")
         refused = error is not None and getattr(error, "status_code", None) in (400, 413, 422)
         if truncates and refused and session.trace.num_turns and OVERLONG.search(str(error)):

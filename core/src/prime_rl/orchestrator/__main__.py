@@ -102,6 +102,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         if terminated.is_set():
             return ENDED
 
+        # Nothing of ours has cancelled the task.
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1

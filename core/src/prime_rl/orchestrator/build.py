@@ -123,6 +123,7 @@ def build_orchestrator(
     buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
     compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
+    # Where nothing compares siblings, no rollout has to wait for them.
     alone = frozenset(env.name for env in envs if not compared[env.name])
 
     host = ObserverHost(
@@ -312,6 +313,7 @@ def build_engines(run: RunContext) -> Engines:
     if transport is not None:
         delivery = transport.delivery(run.run_dir / "broadcasts", table.timeout)
 
+    # Without engines, a version counts as served as soon as it is announced.
     kind = Fleet if run.config.has_engines else NoFleet
     fleet = kind(
         launch.engine_urls,
@@ -383,6 +385,7 @@ def _past_policies(run: RunContext, key: str, options: FleetOptions) -> PastPoli
         run.run_dir,
         table,
         fleet=Fleet(
+            # A fleet takes the address of the engine itself, without its `/v1`.
             [url.removesuffix("/").removesuffix("/v1")],
             admin_key=key,
             first=Weights(launch.initial, 0),
@@ -466,6 +469,7 @@ def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
             check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
 
     source = build_source(shared, env, environment)
+    # What is registered last runs first: the algorithm, before the env's hooks and the plugins.
     env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
 
     limits = None

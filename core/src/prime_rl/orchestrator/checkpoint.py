@@ -138,6 +138,7 @@ class Checkpointing(Observer):
             step = self._begun[0]
             awaited = f"trainer (checkpoint of step {step})"
             self.context.status.report("finishing", waiting_for=awaited)
+            # A checkpoint may take long. Only time in which the trainer does nothing counts.
             if trainer_works(self.context.run_dir):
                 deadline = time.monotonic() + within
 

@@ -46,6 +46,7 @@ class RolloutRequest(SourceRequest):
 
 def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
     """The whole distribution at one temperature: what the trainer can reproduce."""
+    # A plan has further fields, which are no settings of sampling.
     checked = SamplingConfig(**sampling.model_dump(include={*SamplingConfig.model_fields}))
     return SamplingSettings(**dict(checked), top_p=1.0, top_k=-1, min_p=0.0)
 
@@ -184,6 +185,7 @@ class Sampled(RolloutSource):
 
         if self._past is not None:
             rollout.info["past_version"] = plan.past
+        # An agent may have a task of its own.
         rollout.task = result.task_fields or dict(self.task(ask.example_id))
         return rollout
 

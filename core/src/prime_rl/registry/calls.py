@@ -241,6 +241,7 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
 
+        # 0 times a value that is not finite would make the mean NaN.
         if weight:
             pairs[name].append((float(value), float(weight)))
 

@@ -96,6 +96,7 @@ class Component:
         """The streams that its members must have."""
         names = [name for name in self.cls.reads if isinstance(name, str)]
         names = [name for name in names if name not in self.computed]
+        # `top_logprobs` are those of the tokens in this stream.
         return [TOP_IDS, *names] if "top_logprobs" in self.computed else names
 
     @cached_property
