@@ -452,7 +452,6 @@ class Dispatcher:
                 example_id=example_id,
                 requested=part,
             )
-
             self.admission.choose(group)
             self._chosen[group.number] = group
             groups.append(group)

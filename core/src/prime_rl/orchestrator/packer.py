@@ -92,7 +92,7 @@ def batch_to_pack(
         names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
-        # Pieces of a group share a bundle, so the widest scope of its losses counts for all.
+        # The widest scope of its losses counts for the whole group: it is bundled in one way.
         scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
 
@@ -268,7 +268,6 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
         group_ids=None if groups is None else np.array(groups, np.int32),
         **known,
     )
-
     micro_batch.check()
     return micro_batch
 

@@ -68,7 +68,7 @@ def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
     rollouts = [*rollouts]
     for rollout in rollouts:
         rollout.open = True
-        # No other thread may write, unless a hook waits for it
+        # No other thread may write, unless a hook waits for it.
         rollout.opened_by = threading.get_ident()
 
     try:
