@@ -320,6 +320,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
             set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
 
     load_states(trainer, checkpoint.states)
+    # After the plugins' `load`, which may draw random numbers.
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)

@@ -43,7 +43,8 @@ def join_ranks(size: int) -> None:
     _group = None
     if size > 1:
         make: Any = dist.new_subgroups
-        _group, _ = make(group_size=size, timeout=parallel.limit())
+        _group, _ = make(group_size=size, timeout=parallel.limit())  # not torch's ten minutes
+
 
 
 def num_parts() -> int:

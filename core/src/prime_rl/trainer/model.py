@@ -63,7 +63,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
-        self.kernel.prepare(config.compile is not False)
+        self.kernel.prepare(config.compile is not False)  # "auto" may compile yet
         self.compiled = False
         """The decoder blocks are."""
 

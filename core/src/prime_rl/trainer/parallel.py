@@ -133,6 +133,7 @@ def gather(value: Any, group: RankGroup = None) -> list[Any]:
     """Every rank's value on all of them, in order of rank. Travels as JSON."""
     if not several_ranks():
         return [value]
+    # Not a pickle, which runs code when it is read.
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
     # Two collectives: all ranks have to agree on a size before they exchange bytes.
@@ -411,6 +412,7 @@ def begin_backward(root: nn.Module, last: bool) -> None:
     """Before a micro batch's backward pass: replicas sum their gradients after the ``last``."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(last)
+        # Only after the last one does FSDP wait for the sums that are under way.
         root.set_is_last_backward(last)
 
 

@@ -106,6 +106,7 @@ class Broadcaster:
             retry(mark, f"publish weights version {version}", self._status)
             return
 
+        # A checkpoint links the files next, and behind the last step there is none to train.
         may_copy = not (exact or last)
         if may_copy and self._writer is not None and self._writer.copy():
             self._held = "copies"
@@ -225,6 +226,7 @@ class Broadcaster:
         """Whether the engines have the version now."""
         tensors = published_tensors(self._model)
         version = self._version
+        # Whole tensors come in this order, and the pieces of one follow each other.
         pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
 
         def send(stream: Iterator[Tensor]) -> None:
