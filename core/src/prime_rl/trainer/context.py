@@ -46,7 +46,6 @@ def join_ranks(size: int) -> None:
         _group, _ = make(group_size=size, timeout=parallel.limit())  # not torch's ten minutes
 
 
-
 def num_parts() -> int:
     """How many ranks compute a row."""
     return dist.get_world_size(_group) if _group else 1
