@@ -352,7 +352,6 @@ def _state(trainer: TrainerState) -> dict[str, Any]:
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     is_new = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer)
-
     if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
         for each in optimizer.state.values():
             if "step" in each:

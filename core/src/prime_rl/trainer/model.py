@@ -250,7 +250,6 @@ def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.de
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
     worth_it = num_weights >= WORTH_COMPILING and not in_blocks
-
     if device.type == "cuda" and worth_it:
         try:
             policy.prepare_blocks(config, device, compiled=True)

@@ -198,7 +198,6 @@ def _routed_layout(
 
     layout = lay_out(numbers.astype(np.int64))
     at = to_device(first, np.int64, device)[layout.token_ids]  # [U]
-
     chosen = to_device(routes, np.uint8 if routes.dtype == np.uint8 else np.int32, device)[at]
     has_none = to_device(absent, np.bool_, device)[at]
     return replace(

@@ -71,7 +71,6 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
     with suppress(ValueError, RuntimeError):  # a conversion that needs whole rows
         for name, values in revert_weight_conversion(model, numbers).items():
             flat = values.flatten()
-
             first = int(flat[0])
             place = bisect(ends, first) - 1
             # Elements in another order are no piece: their tensor stays whole, below.
