@@ -148,6 +148,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
         from prime_rl.trainer.device import choose_device
         from prime_rl.trainer.model import model_folder
 
+    # Heads and adapters begin with random numbers: the same ones in every process.
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")

@@ -161,6 +161,7 @@ class Checkpointer:
             logger.error("cannot delete old checkpoints: %s", error)
 
     def _give_up(self, step: int, error: Exception) -> None:
+        # What is no error of a disk is a fault of ours, and has its traceback.
         trace = None if isinstance(error, OSError | WeightsError) else error
         logger.error("step %d: no checkpoint: %s", step, error, exc_info=trace)
         if parallel.rank() == 0:
@@ -233,6 +234,7 @@ def load_states(trainer: TrainerState, folder: Path) -> None:
 def snapshot(trainer: TrainerState, step: int) -> dict[str, Tensor]:
     """A copy of the state that continues exactly after step ``step``, without the weights."""
     state = _tensors(_state(trainer) | {"step": torch.tensor(step)})
+    # Copied on the host too: the next step changes these tensors in place.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
 

@@ -86,6 +86,7 @@ def part_of_targets(num_targets: int, device: torch.device) -> Tensor | None:
     last ranks may repeat the last target, so that all have equally many."""
     if _group is None:
         return None
+
     size = -(-num_targets // num_parts())
     first = _part() * size
     return torch.arange(first, first + size, device=device).clamp_(max=num_targets - 1)
@@ -96,6 +97,7 @@ def whole(part: Tensor, length: int | None = None) -> Tensor:
     kept. Its gradient is summed over the ranks."""
     if _group is None:
         return part
+
     gather: Any = _Whole.apply
     rows: Tensor = gather(part, _group)
     return rows[:length]

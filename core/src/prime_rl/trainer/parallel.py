@@ -140,6 +140,7 @@ def gather(value: Any, group: RankGroup = None) -> list[Any]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     lengths = [int(size) for size in sizes]
+    # `all_gather` takes tensors of one size.
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = data
     columns = [torch.empty_like(padded) for _ in lengths]
@@ -208,7 +209,7 @@ def stream_to_main(
 def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = tensor.full_tensor()  # on every rank: gathering is collective
     return tensor.to(device).contiguous() if rank() == 0 else tensor
 
 
@@ -311,6 +312,7 @@ def shard(
             "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
         )
 
+    # FSDP needs a process group, of one rank too (deviation 2).
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
     # FSDP reads the mesh: of two dimensions, it replicates over the first.
@@ -362,6 +364,7 @@ def _resident(weight: Tensor, mesh: Any, device: torch.device) -> Tensor:
     shape = (len(weight) // num_ranks, *weight.shape[1:])
     local = torch.empty(shape, dtype=weight.dtype, device=device)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    # Checking would be another collective, and all ranks lay out alike.
     part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)
     return part
 

@@ -70,6 +70,7 @@ class References:
         for name, kept in self.average.items():
             # Colocated, the average lies on the host, and the weights on the device.
             weights = _local(self._trained[name]).to(kept.device)
+            # e + (1 - d)(w - e), which is d e + (1 - d) w.
             _local(kept).lerp_(weights, 1 - (self._config.ema_decay or 0.0))
 
     @contextmanager

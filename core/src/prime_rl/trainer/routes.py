@@ -226,6 +226,7 @@ class _Choices(TorchFunctionMode):
                 again=watched.again,
             )
 
+        # Without a change the call's own result goes on, with its graph.
         if chosen is choice and values is result[0]:
             return result
         topk: Any = torch.return_types.topk

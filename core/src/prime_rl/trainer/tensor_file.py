@@ -106,6 +106,7 @@ def lay_out(
         slots[name] = (dtype, end)
         end += tensor.numel() * dtype.itemsize
 
+    # Pieces have names of their own, and lie in the same bytes, one after the other.
     start = 0
     for info in header_of(like, dtypes or {}, pieces):
         stop = start + num_bytes(info)

@@ -140,6 +140,7 @@ class FrameSender:
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await outbox.wait(0)
                 except TimeoutError:
+                    # Each frame read and each beat starts the time again: a step may be long.
                     if (outbox.num_unread, self._last_beat()) != before:
                         continue
                     raise WireError(
@@ -169,6 +170,7 @@ class News:
         self._changed = asyncio.Event()
 
     def hear(self, version: int) -> None:
+        # Each announcement has a connection of its own, so an older one may come last.
         self._version = max(self._version, version)
         self._changed.set()
 
