@@ -44,6 +44,7 @@ from prime_rl.orchestrator.context import (
     scorer_over,
 )
 from prime_rl.orchestrator.curriculum import Curriculum
+from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.orchestrator.engines import EngineKeeper, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.measure import Measurement
@@ -111,6 +112,7 @@ def build_orchestrator(
         envs=envs,
         curriculum=curriculum,
         rollouts_per_group=lambda env: sampling.dispatcher.rollouts_per_group(env),
+        dispatcher=lambda: sampling.dispatcher,
     )
 
     size = BatchSize(
@@ -556,9 +558,11 @@ def build_sampler(
     envs: Sequence[TrainEnv],
     rollouts_per_group: Callable[[str], float] = lambda env: 1.0,
     curriculum: Curriculum | None = None,
+    dispatcher: Callable[[], Dispatcher] | None = None,
 ) -> Sampler:
     """The sampler of ``[orchestrator.sampler]``, over the envs. ``rollouts_per_group``: for each
-    env, by its name. ``curriculum``: None: the envs are as in the first step."""
+    env, by its name. ``curriculum``: None: the envs are as in the first step. ``dispatcher``: None:
+    no env has failed."""
     table = config.orchestrator.sampler
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
@@ -567,7 +571,7 @@ def build_sampler(
             name=env.name,
             num_examples=env.source.num_examples,
             ratio=tables[env.name].first_ratio,
-            is_ready=partial(_may_be_sampled, curriculum, env),
+            is_ready=partial(_may_be_sampled, env, envs, curriculum, dispatcher),
             task=env.source.task,
             rollouts_per_group=partial(rollouts_per_group, env.name),
             scheduled=partial(curriculum.weight, env.name) if tables[env.name].weight else None,
@@ -584,8 +588,30 @@ def build_sampler(
     )
 
 
-def _may_be_sampled(curriculum: Curriculum, env: TrainEnv) -> bool:
-    return curriculum.is_open(env.name) and env.source.is_ready()
+def _may_be_sampled(
+    env: TrainEnv,
+    envs: Sequence[TrainEnv],
+    curriculum: Curriculum,
+    dispatcher: Callable[[], Dispatcher] | None,
+) -> bool:
+    """Whether the next group may be of an env. One that fails has one group on its way at a time:
+    more would hold the places of the others until they time out. Unless no other env can give
+    anything: then the run waits for this one."""
+
+    def has_something(each: TrainEnv) -> bool:
+        return curriculum.is_open(each.name) and each.source.is_ready()
+
+    if not has_something(env):
+        return False
+    if dispatcher is None or not dispatcher().is_failing(env.name):
+        return True
+    if not dispatcher().is_asked(env.name):
+        return True
+    return not any(
+        has_something(other) and curriculum.weight(other.name) > 0
+        for other in envs
+        if not dispatcher().is_failing(other.name)
+    )
 
 
 def build_buffer(run: RunContext, envs: Sequence[TrainEnv], size: BatchSize) -> Buffer:

@@ -42,6 +42,9 @@ from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
+FAILED_IN_A_ROW = 64
+"""Rollouts of an env that failed, and none that finished, after which the env counts as failing. Of
+an env in which nine of ten fail, one row of 64 in a thousand does."""
 CANCEL_SECONDS = 10.0
 """How long a cancelled rollout may take to end."""
 
@@ -154,6 +157,8 @@ class Dispatcher:
         self.alone = frozenset(alone if self._config.max_off_policy_steps else ())
         """Envs whose rollouts are handed on alone."""
         self._yields: dict[str, float] = {}
+        self._failed: Counter[str] = Counter()
+        """Rollouts that failed since one of their env finished."""
         self.admission = Admission(
             batch_size=self._size.places,
             max_off_policy_steps=self._config.max_off_policy_steps,
@@ -218,6 +223,7 @@ class Dispatcher:
         del self._open[group.number]
         self.admission.remove(group)
 
+        self._note_failures(group)
         survivors = group.survivors
         self._size.came_back(group.env.name, survivors)
         if survivors:
@@ -284,6 +290,33 @@ class Dispatcher:
 
         self._size.resume({env: x for env, x in requested.tokens.items() if env in self._envs})
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
+
+    # -- envs that fail ---------------------------------------------------------------------------
+
+    def _note_failures(self, group: OpenGroup) -> None:
+        env = group.env.name
+        was_failing = self.is_failing(env)
+        self._failed[env] = 0 if group.num_finished else self._failed[env] + group.num_failed
+
+        if self.is_failing(env) and not was_failing:
+            log.warning(
+                "env %r: the last %d rollouts failed. One group at a time asks whether it works "
+                "again, while other envs have something to give",
+                env,
+                self._failed[env],
+            )
+        elif was_failing and not self.is_failing(env):
+            log.info("env %r works again", env)
+
+    def is_failing(self, env: str) -> bool:
+        """Whether all that came back of an env lately has failed. Never so in a synchronous run,
+        whose groups do not depend on what comes back."""
+        return self._failed[env] >= FAILED_IN_A_ROW and not self.admission.in_order
+
+    def is_asked(self, env: str) -> bool:
+        """Whether a group of the env is on its way."""
+        groups = (*self._open.values(), *self._chosen.values())
+        return any(group.env.name == env for group in groups)
 
     # -- opening groups ---------------------------------------------------------------------------
 
