@@ -108,10 +108,12 @@ class Replica:
         """It serves now. Returns the seconds it was away, None at the start."""
         away = None if self.down_since is None else time.monotonic() - self.down_since
         self.down += away or 0.0
+
         self.state = EngineState.SERVING
         self.down_since = None
         self.problem = None
         self.heard_at = self.ready_at = time.monotonic()
+
         self._begin_session()
         return away
 
@@ -122,6 +124,7 @@ class Replica:
         self._begin_session()
 
     def _begin_session(self) -> None:
+        # Waking continues the session that sleep has not ended: requests in flight are kept.
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
 
@@ -131,6 +134,7 @@ class Replica:
         silent = isinstance(problem, EngineSilent)
         if not silent:
             self.heard_at = now
+
         if isinstance(problem, NoAnswer):
             self.client.asleep = False  # the next process is awake
             return EngineState.STARTING
@@ -154,6 +158,7 @@ class Replica:
             for each in filter(None, {self.lost, *self.flights}):
                 if not each.done():  # otherwise its request is ending
                     each.set_result(None)
+
         if state is EngineState.HUNG and self.state is not EngineState.HUNG:
             self.hangs += 1
         self.state = state

@@ -81,6 +81,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop looking at the engines, and close the connections."""
+        # First the tasks that use the connections.
         await asyncio.gather(*map(end, self._watching.values()))
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
@@ -99,10 +100,12 @@ class EnginePool:
         than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
         """
         self._watch_all()
+
         # Three patiences: pauses grow with every try, a request may fail so often by itself, and
         # so many engines may go away under it.
         attempt = failures = losses = 0
         failed_at: Replica | None = None
+
         while True:
             engine = await self._choose(key, failed_at)
             try:
@@ -120,6 +123,7 @@ class EnginePool:
                             raise GivenUp(text) from error
                         attempt = attempt + 1
                         failed_at = engine
+                        # Said once, and not by each of the requests that fail together.
                         if engine.problem is None:
                             log.warning("%s; trying again", error)
                         engine.problem = error
@@ -143,6 +147,7 @@ class EnginePool:
 
     async def _choose(self, key: Hashable, failed_at: Replica | None) -> Replica:
         self._raise_bugs()
+
         if not self.serving:
             with self._shown_waiting():
                 while not self.serving:
@@ -164,6 +169,7 @@ class EnginePool:
     async def _do(self, engine: Replica, work: Callable[[Replica], Awaitable[T]]) -> T:
         engine.running += 1
         engine.asked += 1
+
         task = asyncio.ensure_future(work(engine))
         # Ends this request as soon as any other finds the engine gone: a connection to a machine
         # that is off may stay silent for minutes.
@@ -190,6 +196,7 @@ class EnginePool:
         for what waiting does not change.
         """
         self._watch_all()
+
         deadline = time.monotonic() + timeout
         self._starting = True
         with self._shown_waiting():
@@ -227,6 +234,7 @@ class EnginePool:
         for engine in self.engines:
             if engine not in self._watching:
                 self._watching[engine] = asyncio.create_task(self._watch(engine))
+                # An error that ends a watch wakes the requests that wait: they raise it.
                 self._watching[engine].add_done_callback(lambda task: self._notify())
 
     async def _watch(self, engine: Replica) -> None:
@@ -255,12 +263,14 @@ class EnginePool:
         async with engine.looking:
             if engine.looked_at > asked:  # another request has just looked
                 return None
+            # As of now: both may change while the engine answers.
             version = engine.version
             was_loading = engine.loading.locked()
             try:
                 health = await engine.client.look(self._model)
             except EngineError as problem:
                 engine.looked_at = time.monotonic()
+
                 others = [each for each in self.serving if each is not engine]
                 state = engine.after(problem, self._hang_timeout, alone=not others)
                 if state is not engine.state or not engine.in_service:

@@ -51,6 +51,7 @@ def read_scores(ids: list[int], reply: Reply) -> FloatColumn:
     position that has none."""
     column = np.zeros(len(ids), np.float32)
     entries = _entries(reply, ids)
+
     for position, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
         logprob_entry = (entry or {}).get(str(token))
         logprob = None if logprob_entry is None else logprob_entry.logprob
@@ -84,6 +85,7 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
     column = np.zeros((len(ids), k), np.float32)
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
+        # Of equal ones the least id first, so that the order of the answer decides nothing.
         likeliest = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
         if len(likeliest) < k:
             text = f"{len(likeliest)} alternatives, expected {k}"
@@ -101,6 +103,7 @@ def read_completions(
     completion or a logprob is missing."""
     if len(reply.choices) != n:
         raise ValueError(f"got {len(reply.choices)} choices, expected {n}")
+
     completions = []
     for choice in reply.choices:
         entries = choice.logprobs.content if choice.logprobs else []
@@ -114,6 +117,7 @@ def read_completions(
         versions = np.full(len(logprobs), -1, np.int32)
         for span in choice.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
+
         completion = Completion(
             prompt_ids=np.array(ids, np.int32),
             token_ids=np.array(choice.token_ids, np.int32),

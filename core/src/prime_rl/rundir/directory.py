@@ -95,10 +95,13 @@ def new_attempt(run_dir: Path) -> int:
     for folder in SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
+
+    # By a rename, so that `latest` names an attempt at every moment (`check_current`).
     link = run_dir / "logs" / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(f"attempt_{number + 1}")
     link.replace(run_dir / "logs" / "latest")
+
     for name in ("run", "launch"):
         old = run_dir / "configs" / f"{name}.json"
         if old.exists():
@@ -112,6 +115,7 @@ def held(run_dir: Path) -> Iterator[None]:
     """Lock the directory for one supervisor. Raises ``RunHeld`` if another one holds it."""
     with (run_dir / ".lock").open("a", encoding="utf-8") as file:
         try:
+            # The kernel releases the lock when the process ends, however it ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunHeld(
@@ -145,6 +149,7 @@ def _claim(run_dir: Path) -> bool:
         return True
     except FileExistsError:
         with suppress(FileNotFoundError):
+            # Of several callers one succeeds, since a file is removed once.
             (run_dir / DRY).unlink()
             return True
     return False

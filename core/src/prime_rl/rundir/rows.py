@@ -60,6 +60,7 @@ def parse_json(data: bytes, line: int = 1) -> Any:
         said = error.msg.replace("Expecting", "expected")
         if said == "Extra data":
             said = "expected the end of the text"
+
         at = error.doc[error.pos : error.pos + 20].splitlines()[:1]
         what = repr(at[0]) if at and at[0] else "the end of the line"
         place = f"line {line + error.lineno - 1}, column {error.colno}"

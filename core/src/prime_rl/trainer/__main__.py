@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent, and not the supervisor
         os.environ.pop(PARENT_PID, None)
     exit_with_parent()
+
     rank = Rank.of_process()
     exit_on_signal(at_once=rank.size > 1)
     run_dir = Path(arguments[0])
@@ -76,6 +77,7 @@ def main(arguments: list[str]) -> int:
         try:
             run(run_dir, status if rank.number == 0 else Status(None), rank)
         except SystemExit as end:
+            # A plugin has called sys.exit: the process must not end as if the run were done.
             if isinstance(end, Terminated):
                 raise
             raise exit_refused(end) from end
@@ -134,8 +136,10 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     kernel = make_kernel(config.trainer, hooks)
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
+
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
+
     status.report("importing torch")
     with lasting_imports():
         import torch
@@ -144,9 +148,11 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
         from prime_rl.trainer.device import choose_device
         from prime_rl.trainer.model import model_folder
 
+    # Heads and adapters begin with random numbers: the same ones in every process.
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
+
     elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
     device = choose_device(config.trainer.device, rank)
     with parallel.joined(rank, device, elsewhere, hang_timeout=config.recovery.hang_timeout):
@@ -190,6 +196,7 @@ def train_here(
     colocated = config.deployment.colocated
     model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
+
     trainer = Trainer(
         model,
         losses,
@@ -202,9 +209,11 @@ def train_here(
         maker=maker,
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
+
     resumed = None
     trainer.publishes_average = "ema" in launch.reference_urls
     trainer.publishes_reference = "initial" in launch.reference_urls
+
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
         restore(trainer, launch.checkpoint)
@@ -260,6 +269,7 @@ def exit_on_signal(at_once: bool = False) -> None:
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    # C code writes the signal's number there, whatever the main thread does.
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open

@@ -161,6 +161,7 @@ class Checkpointer:
             logger.error("cannot delete old checkpoints: %s", error)
 
     def _give_up(self, step: int, error: Exception) -> None:
+        # What is no error of a disk is a fault of ours, and has its traceback.
         trace = None if isinstance(error, OSError | WeightsError) else error
         logger.error("step %d: no checkpoint: %s", step, error, exc_info=trace)
         if parallel.rank() == 0:
@@ -233,6 +234,7 @@ def load_states(trainer: TrainerState, folder: Path) -> None:
 def snapshot(trainer: TrainerState, step: int) -> dict[str, Tensor]:
     """A copy of the state that continues exactly after step ``step``, without the weights."""
     state = _tensors(_state(trainer) | {"step": torch.tensor(step)})
+    # Copied on the host too: the next step changes these tensors in place.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
 
@@ -320,6 +322,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
             set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
 
     load_states(trainer, checkpoint.states)
+    # After the plugins' `load`, which may draw random numbers.
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
@@ -351,7 +354,6 @@ def _state(trainer: TrainerState) -> dict[str, Any]:
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     is_new = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer)
-
     if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
         for each in optimizer.state.values():
             if "step" in each:

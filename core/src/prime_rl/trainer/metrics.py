@@ -108,6 +108,7 @@ class StepMetrics:
         self._device = logprobs.device
         for name, part in loss.parts.items():
             self.add_sum(f"loss/{name}", part)
+
         if loss.parts:
             share = torch.stack(list(loss.parts.values())).sum()
             self._values.append((share[None], [("values", "loss", "", 1)]))
@@ -140,6 +141,7 @@ class StepMetrics:
             "importance_ratio": log_ratio.exp(),
             "mismatch_kl": log_ratio.expm1() - log_ratio,
         }
+
         for name, values in columns.items():
             self._add_by_lag(
                 name, lag, tokens=compared, values=values, weights=torch.ones_like(values)
@@ -261,6 +263,7 @@ def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]
         logged = {
             name: pairs for name, pairs in logged.items() if not name.startswith("policy_lag/")
         }
+
     weighted = [
         (name, value, weight)
         for name, pairs in logged.items()
@@ -292,6 +295,7 @@ def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
             end = start + (number if kind == "values" else 1)
             values = elements[start:end]
             start = end
+
             if kind == "values":
                 merged.values.setdefault(name, {}).setdefault(env, []).append(values)
                 continue

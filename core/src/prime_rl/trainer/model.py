@@ -63,7 +63,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
-        self.kernel.prepare(config.compile is not False)
+        self.kernel.prepare(config.compile is not False)  # "auto" may compile yet
         self.compiled = False
         """The decoder blocks are."""
 
@@ -170,6 +170,7 @@ class Policy(nn.Module):
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
+        # The last logits predict nothing.
         logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
         logprobs = logits.float().log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
         return nn.functional.pad(logprobs, (1, 0))
@@ -185,8 +186,10 @@ def make_policy(
 ) -> Policy:
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
+    # Before the policy is made, which asks whether several ranks compute a row.
     context.join_ranks(config.context_parallel)
 
+    # Before blocks are compiled and sharded: a head with a model of its own copies the policy.
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy = Policy(model, config, heads=modules, kernel=kernel)
     half = in_half(config, device)
@@ -250,7 +253,6 @@ def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.de
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
     worth_it = num_weights >= WORTH_COMPILING and not in_blocks
-
     if device.type == "cuda" and worth_it:
         try:
             policy.prepare_blocks(config, device, compiled=True)
@@ -276,6 +278,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     """Wait for the policy's folder, and that of its first weights, if they are still being made or
     fetched. Raises ``WeightsError`` if it is no folder."""
     path = Path(launch.model_path)
+    # A resumed run may need its first weights too, which are in another folder.
     made = path / READY if launch.wait_for_model else launch.initial
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
@@ -353,6 +356,8 @@ def load_model(
 
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
+        # On the model, which all have that write weights (`published.tuning_of`).
         model.prime_rl_tuning = tuning
 
+    # Weights that are still in files are nowhere yet: `parallel.shard` places them.
     return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()

@@ -119,7 +119,7 @@ def make_row(
 
     shares = _shares(micro_batch, tokens, sequence_ids=sequence_ids, device=device)
     trained = _union([each.tokens for each in shares.values()])
-    targets = trained[positions[trained] > 0]
+    targets = trained[positions[trained] > 0]  # nothing predicts a first token
 
     streams = {
         name: column[tokens]
@@ -145,6 +145,7 @@ def make_row(
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
 
+    # Of token ids, or of numbers that stand for a token with its experts.
     def lay_out(of_tokens: Ints) -> Layout:
         return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
 
@@ -164,6 +165,7 @@ def make_row(
         temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
         inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
         streams={n: to_device(c, c.dtype.type, device) for n, c in streams.items()},
+        # Without a sequence that lacks it, a stream needs no mask in the loss.
         absent={name: lacking for name, lacking in absent.items() if lacking.any()},
         shares=shares,
         sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
@@ -198,7 +200,6 @@ def _routed_layout(
 
     layout = lay_out(numbers.astype(np.int64))
     at = to_device(first, np.int64, device)[layout.token_ids]  # [U]
-
     chosen = to_device(routes, np.uint8 if routes.dtype == np.uint8 else np.int32, device)[at]
     has_none = to_device(absent, np.bool_, device)[at]
     return replace(
@@ -236,5 +237,5 @@ def ratio_tokens(row: PackedRow, losses: Components) -> Ints:
 def _union(parts: Sequence[Ints]) -> Ints:
     """Sorted, each position once."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0]  # sorted and unique already
     return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))

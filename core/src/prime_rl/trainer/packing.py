@@ -111,6 +111,7 @@ class Packing:
 
             replayed: AbstractContextManager[None] = nullcontext()
             if routes is not None:
+                # -1: at padding the routers decide, and nothing reads what they do.
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
                 replayed = padded_routes(of_batch.flatten(0, 1))
             with replayed, among_padding(present.flatten()):
@@ -123,6 +124,7 @@ class Packing:
         # has to be part of the graph: the backward pass gathers too.
         with choosing(None), watching(None):  # it has nothing to replay or to count
             for _ in range(num_calls - len(sizes)):
+                # One token is enough to gather every block, forward and backward.
                 whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
         return whole
 

@@ -106,6 +106,7 @@ class Broadcaster:
             retry(mark, f"publish weights version {version}", self._status)
             return
 
+        # A checkpoint links the files next, and behind the last step there is none to train.
         may_copy = not (exact or last)
         if may_copy and self._writer is not None and self._writer.copy():
             self._held = "copies"
@@ -157,6 +158,7 @@ class Broadcaster:
     def settle(self, *, exact: bool) -> Path:
         """The version announced last is the run's last: the folder with its files, written if they
         are missing, or rounded and wanted ``exact``."""
+        # A checkpoint keeps unrounded weights, and the announced files may be rounded.
         if self._held == "memory" or (exact and self._publisher.dtype is not None):
             self._write_files(exact)
         if self._writer is not None:
@@ -203,6 +205,7 @@ class Broadcaster:
         tensors = published_tensors(self._model).values()
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
+        # Stacked, so that the device is waited for once, and not for each tensor.
         if not all(parallel.gather(bool(torch.stack(finite).all()))):
             raise RunError(f"weights version {self._version} hold values that are not finite")
 
@@ -225,6 +228,7 @@ class Broadcaster:
         """Whether the engines have the version now."""
         tensors = published_tensors(self._model)
         version = self._version
+        # Whole tensors come in this order, and the pieces of one follow each other.
         pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
 
         def send(stream: Iterator[Tensor]) -> None:
@@ -257,6 +261,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
 
     Raises ``WeightsError`` if the disk refuses.
     """
+    # Under another name until it is whole.
     unfinished = directory.with_name(f".{directory.name}")
     tuning = tuning_of(model)
     adapter = unfinished / "adapter"
@@ -290,4 +295,5 @@ def copy_model_files(
             shutil.copy(file, directory)
 
     config.save_pretrained(directory)
+    # Last: it replaces a template that was copied.
     put_chat_template(run_dir, directory)

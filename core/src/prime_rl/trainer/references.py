@@ -68,7 +68,9 @@ class References:
     def batch_trained(self) -> None:
         """Move the average towards the weights."""
         for name, kept in self.average.items():
+            # Colocated, the average lies on the host, and the weights on the device.
             weights = _local(self._trained[name]).to(kept.device)
+            # e + (1 - d)(w - e), which is d e + (1 - d) w.
             _local(kept).lerp_(weights, 1 - (self._config.ema_decay or 0.0))
 
     @contextmanager
@@ -89,6 +91,7 @@ class References:
         kept = self._initial if of_first else self.average
         if not kept:
             raise ConfigError("a loss reads ema_logprobs, and trainer.ema_decay is not set")
+
         self._exchange(kept)
         try:
             yield
@@ -97,6 +100,7 @@ class References:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
+        # Copied and not swapped: what else holds these tensors (FSDP, a checkpoint) stays valid.
         for name, each in kept.items():
             weights = _local(self._trained[name])
             other = _local(each)
@@ -110,6 +114,7 @@ class References:
         loaded = {}
         if folder is not None:
             loaded = dict(load_model(folder, self._config, on_host=True).named_parameters())
+
         lacks = [name for name in self._trained if name not in loaded]
         if lacks:
             raise ConfigError(

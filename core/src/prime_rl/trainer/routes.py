@@ -79,6 +79,7 @@ class Watched:
     """The watcher has seen the call already."""
 
 
+# Transformers' code lies between the callers and the routers, so no argument can carry them.
 _chooser: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
 _watched: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
@@ -142,6 +143,7 @@ def observe_routers(model: Any) -> list[Mixture]:
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "experts", None), nn.Module) or not top_k:
             continue
+
         numbers = [int(part) for part in name.split(".") if part.isdecimal()]
         mixture = Mixture(
             number=len(mixtures),
@@ -178,6 +180,7 @@ def _forward(mixture: Mixture, forward: Any, *inputs: Any, **named: Any) -> Any:
 
     with _Choices(mixture, chooser, watched) as choices:
         output = forward(*inputs, **named)
+
     if not choices.num_seen:
         raise ConfigError(
             f"model: the router of {mixture.name} does not take {mixture.top_k} of "
@@ -222,6 +225,8 @@ class _Choices(TorchFunctionMode):
                 present=watched.present,
                 again=watched.again,
             )
+
+        # Without a change the call's own result goes on, with its graph.
         if chosen is choice and values is result[0]:
             return result
         topk: Any = torch.return_types.topk
@@ -234,6 +239,7 @@ def check_routes(micro_batch: MicroBatch, num_experts: int) -> None:
     routes = micro_batch.streams.get(ROUTES)
     if routes is None:
         return
+
     present = routes[~is_absent(routes)]
     if present.size and int(present.max()) >= num_experts:
         raise StreamError(
@@ -299,6 +305,7 @@ class Replay:
                 f"{len(chosen)}: the kernel lays the row out in a way that trainer.router_replay "
                 "does not know. Set trainer.attention to another kernel."
             )
+
         is_own = (chosen[:, :, None] == own[:, None, :]).any(-1)
         self.flipped[mixture.number] = (~is_own & self.present).sum()
         return torch.where(self.present, chosen, own)

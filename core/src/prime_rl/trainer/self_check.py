@@ -56,6 +56,7 @@ def find_packing(
     dtype = torch.bfloat16 if half else torch.float32
     batch = _micro_batch(policy.model.config.vocab_size)
     failed = []
+
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=half, cache_enabled=False):
         alone, joined = _oracle(policy, batch, device)
         allowed = ALLOWED[dtype] * max(_gap(joined, alone, batch), LEAST_EFFECT)
@@ -106,6 +107,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     columns = []
     norms = []
     fault = ""
+    # First without the compiler: an error there is no fault of the compiler.
     for stance in ("force_eager", "default"):
         try:
             with (
@@ -118,7 +120,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
             columns.append(logprobs.detach())
             norms.append(_gradient_norm(policy))
         except torch.OutOfMemoryError:
-            raise
+            raise  # no verdict: the compiler has not failed
         except Exception as error:
             if stance == "force_eager":
                 raise
@@ -129,6 +131,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     parallel.reshard(policy)
     if not fault:
         fault = _difference(columns, norms, row=row, allowed=ALLOWED_COMPILED[dtype])
+    # A fault of one rank counts for all: they take the same blocks, or collectives would differ.
     faults = [each for each in parallel.gather(fault) if each]
     return faults[0] if faults else ""
 
@@ -147,7 +150,7 @@ def _difference(
     gap = float((compiled - plain)[row.targets].abs().mean())
     norm, compiled_norm = norms
     most, share = allowed
-    if not gap <= most:
+    if not gap <= most:  # so that NaN is a fault
         return f"log π is off by {gap:.1e} in the mean, expected at most {most:.1e}"
     if not abs(compiled_norm - norm) <= share * norm:
         return f"the gradient norm is {compiled_norm:.4g}, expected {norm:.4g}"
@@ -161,6 +164,7 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
     tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
     last = lengths[:-1].sum()
     tokens[last : last + PROMPT] = tokens[:PROMPT]
+    # Behind the shared prompt; the second document has a prompt of one token.
     sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
     mask = np.concatenate(sampled)
     return MicroBatch(
@@ -203,10 +207,11 @@ def _measure(
         row = make_row(batch, expected.device, packing)
         gap = _gap(policy(row)[0], expected, batch)
     except torch.OutOfMemoryError:
-        raise
+        raise  # no verdict on the packing
     except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
 
+    # The same number on all ranks, so that all take the same packing.
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 

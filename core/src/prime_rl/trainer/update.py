@@ -420,7 +420,6 @@ class BatchUpdate:
         with ``minibatch/N/...`` for each."""
         metrics = dict(self.step_metrics[0])
         number = len(self.step_metrics)
-
         if number > 1:
             metrics = summarize(self.sums, self.trainer.config.epochs)
             # Norms and skips belong to one optimizer step each, so they are averaged.
