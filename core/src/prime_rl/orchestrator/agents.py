@@ -67,7 +67,7 @@ class AgentAlgorithms(Algorithm):
 
         implemented = {name for part in parts for name in marked_hooks(part.algorithm)}
         attributes |= {name: HOOKS[name] for name in implemented}
-        # A class of its own, for core asks the class which hooks it has.
+        # A class of its own, because core asks the class which hooks it has.
         instance: AgentAlgorithms = type(cls.__name__, (cls,), attributes)(PluginConfig())
         instance.parts = parts
 

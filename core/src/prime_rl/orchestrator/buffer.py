@@ -56,7 +56,7 @@ class Buffer:
         self._max_off_policy = max_off_policy_steps
         self._pre = pre
         self._post = post
-        # In places, for a batch of tokens may need few long rollouts or many short ones.
+        # In places, because a batch of tokens may need few long rollouts or many short ones.
         self._patience = max_empty_batches * self._size.places
 
         self._pending: deque[tuple[Rollout, Group]] = deque()
@@ -302,7 +302,7 @@ class FilterSlot:
         enforcing = {}
 
         for name, is_enforcing, call in self._calls:
-            # Where rollouts are handed on alone, each is a group of its own.
+            # A rollout that comes without its group is judged as a group of its own.
             reasons = call(rollout=rollout, group=group or [rollout])
             wrong = [reason for reason in reasons if not isinstance(reason, str)]
             if wrong:

@@ -213,7 +213,7 @@ class Checkpointing(Observer):
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
-        # Twice, for another process may free space meanwhile.
+        # Twice, because another process may free space meanwhile.
         for wait in (RETRY_SECONDS, None):
             try:
                 self.save(part, step)

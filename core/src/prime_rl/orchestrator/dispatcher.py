@@ -401,7 +401,7 @@ class Dispatcher:
             return
 
         self.rate_limited = None
-        # First, for the limit follows what it measures.
+        # First, because the limit follows what it measures.
         self.admission.measure(self._engines.policy.version, self._clock())
 
         limit = self.limit

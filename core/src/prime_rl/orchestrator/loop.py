@@ -104,7 +104,7 @@ class Orchestrator:
                 error = error.exceptions[0]
 
             if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
-                # The reporter comes last, for it logs what the other observers have counted.
+                # The reporter comes last, because it logs what the other observers have counted.
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
             raise error from None

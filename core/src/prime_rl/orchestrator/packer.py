@@ -357,7 +357,7 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
-        # Remembered beyond this batch, for the two envs may not meet in one.
+        # Remembered beyond this batch, because the two envs may not meet in one.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():

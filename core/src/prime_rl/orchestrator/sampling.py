@@ -159,7 +159,7 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
             env.source.settled(rollouts, rejected)
 
-        # After `add`: groups open by what the buffer holds, so this one has to be in it.
+        # After `add`: the buffer has to count this group before further ones may open.
         self.dispatcher.taken(group)
 
     async def score_batch(self) -> None:
@@ -175,7 +175,7 @@ class Sampling(Observer):
             if waiting[env.name]:
                 self._shared_state.check(env.name, "score_batch", {"groups": waiting[env.name]})
 
-        # Stamping comes last, for `score_envs` may still write the streams.
+        # Stamping comes last, because `score_envs` may still write the streams.
         for envs in self._sharing:
             first = envs[0]
             scored = {env.name: waiting[env.name] for env in envs}
@@ -246,7 +246,7 @@ class Sampling(Observer):
         """How many members an open group shall have, by those that it has judged so far."""
         env = group.env
         assert env.limits is not None
-        # In the order of the members, for how long a reply takes must not change the answer.
+        # In the order of the members, because how long a reply takes must not change the answer.
         first = range(group.num_judged)
         progress = GroupProgress(
             env=env.name,

@@ -239,7 +239,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
 
-        # Without its branches, whose tokens another tokenizer may have made.
+        # Without its branches: the samples come from the messages.
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:

@@ -135,7 +135,7 @@ def _check_version(plugin: object, where: str) -> None:
             )
 
     asked = getattr(plugin, "prime_rl_contract", CONTRACT_VERSION)
-    # Not `isinstance`, for True is an int too.
+    # Not `isinstance`, because True is an int too.
     if type(asked) is not int:
         raise PluginError(
             f"plugin {where}: prime_rl_contract is {asked!r}, expected a whole number: the "

@@ -307,7 +307,7 @@ def installed_losses() -> Components:
     """Every installed loss and head with default settings; rl is any loss of contract 1."""
     hooks = load_plugins(TRAINER_GROUP)
     heads = {
-        # Not validated, for here no table sets what has no default.
+        # Not validated, because here no table sets what has no default.
         name: each.cls(each.cls.config_class.model_construct())
         for name, each in collect(hooks, HEAD).items()
     }

@@ -96,7 +96,7 @@ def _folder(spec: ModuleSpec) -> Path:
 @cache
 def _in_children(module: str, here: str, path: str) -> bool:
     """Whether the processes of a run find it."""
-    # The answer depends on `here` and `path` too, which are there for the cache.
+    # `here` and `path` are for the cache: the answer depends on both.
     code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
     done = subprocess.run([sys.executable, "-P", "-c", code, module], capture_output=True)
     return done.returncode == 0

@@ -332,7 +332,7 @@ def disabled_names() -> list[str]:
 
 def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
-    # First, for errors of `register` name the source.
+    # First, because errors of `register` name the source.
     hooks.sources[entry.name] = source
     try:
         plugin = entry.load()

@@ -236,7 +236,7 @@ def _required(base: Any) -> tuple[str, ...]:
         member = inspect.getattr_static(base, name)
         code = getattr(getattr(member, "fget", member), "__code__", None)
         is_public = not name.startswith("__") or name == "__call__"
-        # A method whose code names this error is declared only.
+        # A method that raises this error is declared, and not implemented.
         if is_public and "NotImplementedError" in getattr(code, "co_names", ()):
             names.append(name)
     return tuple(names)
