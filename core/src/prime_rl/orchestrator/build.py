@@ -90,6 +90,7 @@ def build_orchestrator(
     run = shared.run
     engines = shared.engines
 
+    # Envs with `measure_every` train nothing: the trainer measures their loss.
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
 
@@ -106,6 +107,7 @@ def build_orchestrator(
         step=lambda: sampling.dispatcher.next_step,
         last_sent=lambda: buffer.batch.step - 1,
     )
+    # Gates read the metrics of each batch, before it is sent.
     reporter.measured = curriculum.measured
     sampler = build_sampler(
         run.config,
@@ -172,6 +174,7 @@ def build_orchestrator(
         *([Measurement(run, measured)] if measured else []),
     ]
 
+    # Only now, because it is one of them.
     checkpointing.observers = observers
     # It runs in the trainer. Here it only says how the rows have to be packed.
     optimizer = make_optimizer(
@@ -198,6 +201,7 @@ def build_orchestrator(
         *(env.environment.take_metrics for env in envs),
     ]
 
+    # Last, because each part that has state exists now.
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(
@@ -219,12 +223,14 @@ def compared_by(
     handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
     group, and where no group is left to divide."""
     of_all = [f"filter {name!r}" for name in buffer.group_filters]
+    # With neither method a sampler sees no groups.
     if _overrides(sampler, Sampler, "observe", "reject"):
         of_all.append(f"sampler {sampler.name!r}")
 
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
+            # It observes the groups of all envs, so all of them wait for siblings.
             of_all.append(f"the source of env {env.name!r}")
 
     partial = run.config.orchestrator.partial_groups
@@ -295,7 +301,9 @@ def build_engines(run: RunContext) -> Engines:
     inference = run.config.inference
     table = run.config.weight_broadcast
     launch = run.launch
+    # Engines load weights only for requests with the run's own key.
     key = os.environ.get(ADMIN_KEY, "")
+    # Step n makes version n, so the run goes on from the version before its first step.
     version = launch.first_step - 1
     check_headers(inference.headers_from_env, "inference")
     headers = all_headers(inference.headers, inference.headers_from_env)
@@ -576,6 +584,7 @@ def build_sampler(
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
     known = [
+        # What may change during the run is a function.
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,
