@@ -299,6 +299,7 @@ class EngineClient:
                         kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__
+
                 following = f"attempt {attempt + 1} of {self._retry.attempts} in {wait:.1f} s"
                 log.warning("%s; %s", error, following)
 

@@ -314,12 +314,15 @@ class Fleet(EnginePool):
         # Before the first await: an engine that joins meanwhile must not serve.
         self.asleep = True
         asked = self.serving
+
         for engine in asked:
             # At once, so that no request goes to an engine that falls asleep.
             engine.state = EngineState.ASLEEP
+
         outcomes = await asyncio.gather(
             *(engine.client.sleep() for engine in asked), return_exceptions=True
         )
+
         for engine, error in zip(asked, outcomes, strict=True):
             if isinstance(error, EngineGone):
                 self._lose(engine, error)
@@ -360,6 +363,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
     much longer than the others, and continue. A failure sets no pace: while no task has succeeded,
     only their own timeouts apply. Cancelling this cancels the tasks."""
     started = time.monotonic()
+
     pace = None
     pending = set(tasks)
     try:
@@ -370,6 +374,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
                 left = started + limit - time.monotonic()
                 if left <= 0:
                     return
+
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )

@@ -59,14 +59,17 @@ class EnginePool:
         of silence after which an engine is hung."""
         self.engines = list(engines)
         self._model = model
+
         self.on_waiting: Callable[[str | None], None] = lambda text: None
         """Called with the reason why requests wait, and with None when they no longer wait."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
+
         self._poll = poll
         self._hang_timeout = hang_timeout
         self._grace = math.inf
         self._pause = RetryPolicy(first_wait=poll)
+
         self._homes: dict[Hashable, Replica] = {}
         self._waiting = 0
         self._starting = False
@@ -175,6 +178,7 @@ class EnginePool:
         # that is off may stay silent for minutes.
         lost = asyncio.Future[None]()
         engine.flights.add(lost)
+
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -199,6 +203,7 @@ class EnginePool:
 
         deadline = time.monotonic() + timeout
         self._starting = True
+
         with self._shown_waiting():
             while len(self.serving) < len(self.engines):
                 self._check(ConfigError)
@@ -206,6 +211,7 @@ class EnginePool:
                 # The run can begin with one engine. It does not wait long for the others.
                 if self.serving:
                     deadline = min(deadline, now + self._grace)
+
                 if now >= deadline:
                     self._not_ready(timeout)
                     break
@@ -266,6 +272,7 @@ class EnginePool:
             # As of now: both may change while the engine answers.
             version = engine.version
             was_loading = engine.loading.locked()
+
             try:
                 health = await engine.client.look(self._model)
             except EngineError as problem:

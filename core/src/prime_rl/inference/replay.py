@@ -201,6 +201,7 @@ class ReplayServer:
             headers["Authorization"] = request.headers["Authorization"]
         # The request's salt names its branch. The engine needs the salt of its own cache.
         content = msgspec.json.encode({**body, "cache_salt": branch.cache_salt})
+
         try:
             async with self._http.post(
                 f"{branch.engine}{ROUTE}", data=content, headers=headers

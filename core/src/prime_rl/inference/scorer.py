@@ -198,12 +198,14 @@ class PromptScorer:
                     await client.look(self._model)
                 except EngineRefused as other:  # it serves another model by now
                     raise EngineError(f"{other}. {other.fix}") from other
+
                 fix = (
                     "It serves the model but not this route: a reference must give prompt_logprobs "
                     "(prime-rl serve, vLLM with --enable-scale-out)."
                 )
             elif limit == len(ids) and not refusal.locked:
                 fix = f"Serve it with a max_model_len of {limit + 1}: one token is sampled."
+
             raise EngineError(f"{refusal}. {fix}") from refusal
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{client.label}: {ROUTE}: {error}") from error

@@ -98,9 +98,11 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     """
     is_ours = isinstance(error, PrimeRLError)
     reason = fault(error) or (str(error) if is_ours else f"{type(error).__name__}: {error}")
+
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
+
     if followed:
         logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:

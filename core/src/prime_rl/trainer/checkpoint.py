@@ -244,14 +244,17 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
     when it is read. Raises ``OSError``."""
     parts = {}
     offsets = {}
+
     for name, tensor in state.items():
         part = tensor
         start = [0] * tensor.dim()
         is_ours = parallel.rank() == 0
+
         if isinstance(tensor, DTensor):
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
             # Replicas have equal shards: the first of them writes.
             is_ours = not any(at for each, at in places if isinstance(each, Replicate))
+            # What torch asks a shard for when it writes a checkpoint: its offsets in the whole.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             part = tensor.to_local()
             start = list(chunk.offsets)
@@ -296,6 +299,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         for name in _never_stepped(state, saved):
             # A key that the checkpoint lacks would fail the whole load.
             del tensors[name]
+
         with warnings.catch_warnings():  # that one rank has no process group
             warnings.filterwarnings("ignore", message="torch.distributed is")
             state_dict_loader.load(  # into the state's own tensors
@@ -305,6 +309,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # with traces in its text
             (cause, _), *_ = error.failures.values()
+
         raise ConfigError(
             f"--resume: {checkpoint.trainer} does not hold the state of this model and "
             f"optimizer: {type(cause).__name__}: {cause}"

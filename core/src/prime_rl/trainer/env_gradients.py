@@ -74,7 +74,9 @@ class EnvGradients:
                 total = (
                     gradient.mul_(weight) if total is None else total.add_(gradient, alpha=weight)
                 )
+
             parameter.grad = total
+
         self._kept.clear()
 
         metrics = {}

@@ -256,6 +256,7 @@ def _put(micro_batch: MicroBatch, head: Head, written: Any, at: Ints, where: str
             part = as_stream(values)
             width = part.shape[1:] if name not in STREAMS and part.ndim == 2 else ()
             part = part.reshape(*at.shape, *width)
+
             # What other units wrote before, or the orchestrator sent, stays.
             column = np.full((len(micro_batch), *width), absent_value(name), np.float32)
             column[:] = column if before is None else before

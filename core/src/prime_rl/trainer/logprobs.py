@@ -180,10 +180,12 @@ class LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         softmax, temperatures, places, entropies = ctx.saved_tensors
+
         divisor = 1.0 if temperatures is None else temperatures[:, None]
         scale = grad.reshape(places.shape) / divisor
         # Each label takes p * scale off every logit, so of several labels the sum is enough.
         total = scale.sum(1, keepdim=True)
+
         if entropies is None:
             logits_grad = softmax * -total
         else:

@@ -240,6 +240,7 @@ class StepMetrics:
         padded = torch.nn.functional.pad(flat, (0, longest - len(flat)))
         gathered = [torch.empty_like(padded) for _ in described]
         torch.distributed.all_gather(gathered, padded)
+
         rows = torch.stack(gathered).cpu().double().numpy()
         of_ranks: list[tuple[Sequence[Entry], Floats]] = [
             (entries, row) for (entries, _), row in zip(described, rows, strict=True)

@@ -301,6 +301,7 @@ def check_positions(config: PretrainedConfig, seq_len: int) -> None:
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind not in ("longrope", "dynamic"):
             continue
+
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if seq_len > limit:
             raise ConfigError(

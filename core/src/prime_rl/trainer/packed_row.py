@@ -217,7 +217,7 @@ def _shares(
     for name in components(micro_batch):
         mask = members(micro_batch, name)[tokens]
         if mask.any():
-            column = stream(micro_batch, f"{name}{WEIGHTS}")
+            column = stream(micro_batch, f"{name}{WEIGHTS}")  # None: 1.0
             shares[name] = Share(
                 mask=to_device(mask, np.bool_, device),
                 weights=None if column is None else to_device(column[tokens], np.float32, device),

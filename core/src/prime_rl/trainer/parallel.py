@@ -334,6 +334,7 @@ def shard(
 
     resident = {weight for module in experts for weight in module.parameters()}
     ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
+
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(

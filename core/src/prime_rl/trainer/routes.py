@@ -278,8 +278,10 @@ class Replay:
         self.flipped: dict[int, Tensor] = {}
         """By mixture: how many of the replayed experts its own router would not have taken. Equal
         in each pass, so a block that is computed again changes nothing."""
+
         self._mixtures = mixtures
         self._num_layers = num_layers
+
         top_k = mixtures[0].top_k
         _, found_layers, found_k = routes.shape
         if found_k != top_k or found_layers not in (len(mixtures), num_layers):
@@ -288,6 +290,7 @@ class Replay:
                 f"expected {len(mixtures)} layers with a mixture, or all {num_layers}, of {top_k}. "
                 "The engine serves another model than the trainer trains."
             )
+
         self._by_layer = found_layers != len(mixtures)
         self.present = routes[:, -1, :1] >= 0  # [U, 1]
 

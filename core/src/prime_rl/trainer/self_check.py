@@ -104,9 +104,11 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     """
     dtype = torch.bfloat16 if half else torch.float32
     batch = _micro_batch(policy.model.config.vocab_size)
+
     columns = []
     norms = []
     fault = ""
+
     # First without the compiler: an error there is no fault of the compiler.
     for stance in ("force_eager", "default"):
         try:
@@ -117,6 +119,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
                 row = make_row(batch, device, policy.packing)
                 logprobs = policy(row)[0]
                 logprobs[row.targets].sum().backward()
+
             columns.append(logprobs.detach())
             norms.append(_gradient_norm(policy))
         except torch.OutOfMemoryError:

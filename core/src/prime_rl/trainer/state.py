@@ -80,10 +80,12 @@ class TrainerState:
         maker = self.maker or make_optimizer(optim, Hooks())
         self.weighing = maker if maker.weighs_envs else None
         """The maker, if it weighs the gradients of the envs."""
+
         # After `make_policy`: sharding has put other parameters in the place of the model's.
         self.optimizer = build_optimizer(
             maker, self.model, lr=optim.lr, weight_decay=optim.weight_decay
         )
+
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]

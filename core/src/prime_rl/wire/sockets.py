@@ -143,6 +143,7 @@ class FrameSender:
                     # Each frame read and each beat starts the time again: a step may be long.
                     if (outbox.num_unread, self._last_beat()) != before:
                         continue
+
                     raise WireError(
                         "the trainer has not read its last micro batches from "
                         f"{outbox.address}, and has given no sign of life for "
