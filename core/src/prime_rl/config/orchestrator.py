@@ -529,6 +529,7 @@ class OrchestratorConfig(Settings):
                     f"least {fewest_left} with rest = {partial.rest!r}. Lower it, or raise "
                     "group_size."
                 )
+
         return self
 
     @property

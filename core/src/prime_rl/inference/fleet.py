@@ -136,12 +136,14 @@ class Fleet(EnginePool):
         super()._check(kind)
         if kind is EngineError:  # after the start, engines come and go
             return
+
         for engine in self.engines:
             if isinstance(engine.problem, OtherModel) and not self._own:
                 raise EngineError(
                     f"{engine.reason} (model.name). Name the model that it serves, start it with "
                     "that name (prime-rl serve --served-model-name), or fix inference.base_url."
                 )
+
             if self._delivery is not None and engine.ready_at:
                 self._delivery.check(engine)
 

@@ -124,16 +124,20 @@ class EnginePool:
                         if failures > tries:
                             text = f"a request failed {failures} times: {error}. See its log."
                             raise GivenUp(text) from error
+
                         attempt = attempt + 1
                         failed_at = engine
+
                         # Said once, and not by each of the requests that fail together.
                         if engine.problem is None:
                             log.warning("%s; trying again", error)
                         engine.problem = error
                         self._notify()
+
                         with self._shown_waiting():
                             await asyncio.sleep(self._pause.wait_after(attempt))
                         continue
+
                 # The engine has gone, which is not the request's fault: it moves at once.
                 engine.retried += 1
                 losses += 1

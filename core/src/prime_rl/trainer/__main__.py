@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
     exit_on_signal(at_once=rank.size > 1)
     run_dir = Path(arguments[0])
     status = Status(run_dir / "status" / "trainer.json")
+
     try:
         try:
             run(run_dir, status if rank.number == 0 else Status(None), rank)
@@ -133,12 +134,14 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)
     [*map(losses.__getitem__, losses.tables)]  # before the slow import: an error at once
+
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
     kernel = make_kernel(config.trainer, hooks)
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
 
+    # Before the slow import too.
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
 
@@ -152,6 +155,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
 
     # Heads and adapters begin with random numbers: the same ones in every process.
     torch.manual_seed(config.seed)
+
     model_path = model_folder(launch, status)
     status.report("loading weights")
 
@@ -225,6 +229,7 @@ def train_here(
 
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
+
     try:
         train(
             trainer,

@@ -89,6 +89,7 @@ class EnvGradients:
         """[E, E] float64. Each rank multiplies its shards; equal shards count once."""
         number = len(self._kept)
         sums = np.zeros((number, number))
+
         for gradients in zip(*self._kept.values(), strict=True):
             local = [None if each is None else _local(each) for each in gradients]
             # The products are symmetric, so half of them are enough.

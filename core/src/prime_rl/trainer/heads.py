@@ -190,6 +190,7 @@ def write_streams(
                 rollouts=tuple(rollouts[sequences].tolist()),
                 ends=None if ends is None else _of_trained(ends, mask, owners, sequences),
             )
+
             with running(name, hook="prepare", owner=head):
                 written = head.prepare(inputs)
 

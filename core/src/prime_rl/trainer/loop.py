@@ -141,6 +141,7 @@ def train(
             break
 
         received = time.perf_counter()
+
         status.report("training", step=step)  # it waits no longer, though the first row may be long
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, status)

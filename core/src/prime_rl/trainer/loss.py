@@ -256,6 +256,7 @@ def _columns(
     """What the loss reads by name. Raises ``StreamError`` if a member token lacks a stream."""
     columns: dict[str, Tensor | None] = {}
     device = share.mask.device
+
     for name in component.computed:
         if name in given:
             columns[name] = given[name]

@@ -80,6 +80,7 @@ class References:
         that the run does not have."""
         of_first = column == "initial_logprobs"
         tuning = getattr(self._model, "prime_rl_tuning", None)
+        # Without a reset an adapter that is switched off is the first policy: no copy is needed.
         of_model = of_first and not self.version
         if of_model and tuning and (switched_off := tuning.initial(self._model)):
             with switched_off:

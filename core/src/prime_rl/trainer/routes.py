@@ -139,11 +139,13 @@ def observe_routers(model: Any) -> list[Mixture]:
     sizes = [getattr(config, key, None) for key in EXPERT_KEYS]
     num_experts = next((size for size in sizes if size), 0)
     top_k = getattr(config, "num_experts_per_tok", None) or 0
+
     mixtures: list[Mixture] = []
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "experts", None), nn.Module) or not top_k:
             continue
 
+        # In a name such as `model.layers.3.mlp` the first number is that of the layer.
         numbers = [int(part) for part in name.split(".") if part.isdecimal()]
         mixture = Mixture(
             number=len(mixtures),

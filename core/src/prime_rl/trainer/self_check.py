@@ -165,11 +165,14 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
     lengths = np.array(LENGTHS, np.int32)
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
+
     last = lengths[:-1].sum()
     tokens[last : last + PROMPT] = tokens[:PROMPT]
+
     # Behind the shared prompt; the second document has a prompt of one token.
     sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
     mask = np.concatenate(sampled)
+
     return MicroBatch(
         token_ids=tokens.astype(np.int32),
         loss_mask=mask,
