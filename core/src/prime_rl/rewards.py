@@ -37,9 +37,11 @@ def settled(reward: float, scale: float = 1.0) -> float:
         return reward  # what is no number is reported where it is used
 
     value = float(reward)
+    # Short already: a multiple of 2**-16, or at most twelve decimals.
     if (value * 2.0**16).is_integer() or round(value, 12) == value:
         return value
 
+    # Computed in float32, whose rounding is far larger than float64's.
     if float(np.float32(value)) == value:
         from_single = _nearest(value, SINGLE * abs(value), apart=100)
         if from_single is not None:

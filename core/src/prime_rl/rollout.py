@@ -116,6 +116,7 @@ class Sample:
                 setattr(self, name, np.asarray(column, dtype))  # None: the dtype that it has
 
         for name, column in self.columns.items():
+            # A stream may have a row of values per token, so its length alone has to fit.
             num_dims = column.ndim if _DTYPES.get(name) is not None else 1
             if column.shape[:num_dims] != self.token_ids.shape:
                 raise StreamError(
@@ -250,6 +251,7 @@ class Rollout:
 
     def settle(self) -> None:
         """Undo the rounding of the reward (``rewards.settled``): equal rewards compare equal."""
+        # Terms that cancel leave the rounding of the largest one.
         terms = (abs(term) for term in self.rewards.values() if isinstance(term, float | int))
         finite = (term for term in terms if math.isfinite(term))
         self.reward = settled(self.reward, scale=max(finite, default=1.0))
@@ -369,6 +371,7 @@ class Rollout:
         ones included."""
         paths = [(s.loss_mask.copy(), s.inference_logprobs.copy()) for s in self.samples]
         for later, earlier, length in self.shared_prefixes:
+            # A repeated token is off the mask here: the earlier sample has its values.
             for ours, theirs in zip(paths[later], paths[earlier], strict=True):
                 ours[:length] = theirs[:length]
         return paths
@@ -493,6 +496,7 @@ class Rollout:
                     "there. To train env-provided tokens use the hook observation_weights."
                 )
 
+        # Only now, when all of it fits: nothing is written of a stream that is refused.
         for sample, column in zip(self.samples, columns, strict=True):
             sample.set_stream(name, column)
 

@@ -139,6 +139,7 @@ def as_credit(values: float | Values) -> FloatColumn:
     and for an integer that float32 cannot hold exactly."""
     column = as_stream(values)
     exact = column.astype(np.float32)
+    # Compared in float64, which holds both exactly.
     rounded = exact.astype(np.float64) != column.astype(np.float64)
     if column.dtype.kind == "i" and rounded.any():
         raise ValueError(
@@ -256,7 +257,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
 def _check_mixed(name: str, columns: Sequence[StreamColumn]) -> None:
     """Integers of one sample that become float32 beside floats of another stay what they are."""
     for column in columns:
-        # As int64, for the lowest int32 has no positive counterpart.
+        # As int64, because the lowest int32 has no positive counterpart.
         if column.dtype.kind == "i" and np.abs(column.astype(np.int64)).max(initial=0) > 2**24:
             raise StreamError(
                 f"stream {name!r} has integers beyond {2**24} in some samples of a batch and "

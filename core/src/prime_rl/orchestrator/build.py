@@ -90,8 +90,10 @@ def build_orchestrator(
     run = shared.run
     engines = shared.engines
 
+    # Envs with `measure_every` train nothing: the trainer measures their loss.
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
+
     for env in envs:
         steps = every[env.name]
         if steps is not None:
@@ -105,6 +107,7 @@ def build_orchestrator(
         step=lambda: sampling.dispatcher.next_step,
         last_sent=lambda: buffer.batch.step - 1,
     )
+    # Gates read the metrics of each batch, before it is sent.
     reporter.measured = curriculum.measured
     sampler = build_sampler(
         run.config,
@@ -124,6 +127,7 @@ def build_orchestrator(
     buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
     compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
+    # Where nothing compares siblings, no rollout has to wait for them.
     alone = frozenset(env.name for env in envs if not compared[env.name])
 
     host = ObserverHost(
@@ -170,6 +174,7 @@ def build_orchestrator(
         *([Measurement(run, measured)] if measured else []),
     ]
 
+    # Only now, because it is one of them.
     checkpointing.observers = observers
     # It runs in the trainer. Here it only says how the rows have to be packed.
     optimizer = make_optimizer(
@@ -196,6 +201,7 @@ def build_orchestrator(
         *(env.environment.take_metrics for env in envs),
     ]
 
+    # Last, because each part that has state exists now.
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(
@@ -217,15 +223,19 @@ def compared_by(
     handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
     group, and where no group is left to divide."""
     of_all = [f"filter {name!r}" for name in buffer.group_filters]
+    # With neither method a sampler sees no groups.
     if _overrides(sampler, Sampler, "observe", "reject"):
         of_all.append(f"sampler {sampler.name!r}")
+
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
+            # It observes the groups of all envs, so all of them wait for siblings.
             of_all.append(f"the source of env {env.name!r}")
 
     partial = run.config.orchestrator.partial_groups
     compared = {}
+
     for env in envs:
         of_groups = []
         for part in parts_of(env.algorithm):
@@ -242,6 +252,7 @@ def compared_by(
 
         mine = env.hooks.implementers("score_group", without=env.algorithm)
         mine += env.hooks.implementers("wanted_members", without=None) if env.limits else []
+
         if partial is not None and env.limits is not None:
             raise ConfigError(
                 f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
@@ -290,7 +301,9 @@ def build_engines(run: RunContext) -> Engines:
     inference = run.config.inference
     table = run.config.weight_broadcast
     launch = run.launch
+    # Engines load weights only for requests with the run's own key.
     key = os.environ.get(ADMIN_KEY, "")
+    # Step n makes version n, so the run goes on from the version before its first step.
     version = launch.first_step - 1
     check_headers(inference.headers_from_env, "inference")
     headers = all_headers(inference.headers, inference.headers_from_env)
@@ -310,6 +323,7 @@ def build_engines(run: RunContext) -> Engines:
     if transport is not None:
         delivery = transport.delivery(run.run_dir / "broadcasts", table.timeout)
 
+    # Without engines, a version counts as served as soon as it is announced.
     kind = Fleet if run.config.has_engines else NoFleet
     fleet = kind(
         launch.engine_urls,
@@ -328,6 +342,7 @@ def build_engines(run: RunContext) -> Engines:
     reset = run.config.trainer.reference_reset
     reference = 0 if launch.checkpoint is None else launch.checkpoint.reference
     earlier = {}
+
     for name, url in launch.reference_urls.items():
         follows = partial(_earlier_engine, run, url=url, key=key, options=options, outages=outages)
         if name == "ema":
@@ -380,6 +395,7 @@ def _past_policies(run: RunContext, key: str, options: FleetOptions) -> PastPoli
         run.run_dir,
         table,
         fleet=Fleet(
+            # A fleet takes the address of the engine itself, without its `/v1`.
             [url.removesuffix("/").removesuffix("/v1")],
             admin_key=key,
             first=Weights(launch.initial, 0),
@@ -463,6 +479,7 @@ def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
             check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
 
     source = build_source(shared, env, environment)
+    # What is registered last runs first: the algorithm, before the env's hooks and the plugins.
     env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
 
     limits = None
@@ -567,6 +584,7 @@ def build_sampler(
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
     known = [
+        # What may change during the run is a function.
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,

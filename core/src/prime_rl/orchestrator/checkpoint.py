@@ -138,6 +138,7 @@ class Checkpointing(Observer):
             step = self._begun[0]
             awaited = f"trainer (checkpoint of step {step})"
             self.context.status.report("finishing", waiting_for=awaited)
+            # A checkpoint may take long. Only time in which the trainer does nothing counts.
             if trainer_works(self.context.run_dir):
                 deadline = time.monotonic() + within
 
@@ -212,7 +213,7 @@ class Checkpointing(Observer):
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
-        # Twice, for another process may free space meanwhile.
+        # Twice, because another process may free space meanwhile.
         for wait in (RETRY_SECONDS, None):
             try:
                 self.save(part, step)
@@ -231,6 +232,7 @@ class Checkpointing(Observer):
         """Write the part of step ``step``, its ``progress.json`` last. Raises ``OSError``."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+
         for name, part in self._parts.items():
             folder = _folder(directory, name)
             folder.mkdir(parents=True, exist_ok=True)

@@ -307,6 +307,7 @@ class EnvHost:
     def take_metrics(self) -> dict[str, float]:
         """The algorithm's requests and their tokens since the last call. Empty without any."""
         taken = {f"scoring/{self.env}/{name}": float(n) for name, n in self._asked.items()}
+        # The names stay, with 0: a metric does not vanish from a step without requests.
         self._asked.subtract(dict(self._asked))
         return taken
 
@@ -316,6 +317,7 @@ class EnvHost:
         if engine is not None:
             return self._lend_earlier(engine)
 
+        # Nothing changes it, so it is a frozen model: the config's, or the run's own engine for it.
         run = self._shared.run
         model = run.config.orchestrator.initial
         url = run.launch.reference_urls.get("initial")

@@ -401,7 +401,7 @@ class Dispatcher:
             return
 
         self.rate_limited = None
-        # First, for the limit follows what it measures.
+        # First, because the limit follows what it measures.
         self.admission.measure(self._engines.policy.version, self._clock())
 
         limit = self.limit
@@ -424,6 +424,7 @@ class Dispatcher:
             groups = self._choose(self._opened, env, example_id)
             # The next group's id.
             self._opened += 1
+
             for group in groups:
                 if self.admission.is_near(group, self._standing):
                     self._open_in_time(group)
@@ -441,6 +442,7 @@ class Dispatcher:
         # Where rollouts are handed on alone, each member is a ticket of its own.
         parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
         groups = []
+
         for part in parts:
             group = OpenGroup(
                 env_name=env.name,
@@ -512,6 +514,7 @@ class Dispatcher:
 
         group.members[index] = rollouts
         del group.tasks[index]
+
         if group.env.limits:
             try:
                 self._judge(group, group.env.limits)

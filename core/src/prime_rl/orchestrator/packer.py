@@ -92,7 +92,7 @@ def batch_to_pack(
         names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
-        # Pieces of a group share a bundle, so the widest scope of its losses counts for all.
+        # The widest scope of its losses counts for the whole group: it is bundled in one way.
         scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
 
@@ -217,6 +217,7 @@ def pack_ranks(
     # Also for several ranks: the number of these rows is how many they share.
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
+
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
@@ -244,6 +245,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     streams = {name: column for name in further if (column := joined(name)) is not None}
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+
     if ROUTES in packing.needs:
         routes = concatenate(((len(s), s.routed_experts) for s in samples), ROUTES)
         if routes is not None:
@@ -355,7 +357,7 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
-        # Remembered beyond this batch, for the two envs may not meet in one.
+        # Remembered beyond this batch, because the two envs may not meet in one.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():

@@ -110,7 +110,7 @@ class PastPolicies(Observer):
 
     def _keep(self, version: int) -> None:
         """Raises ``OSError``."""
-        # Under another name until it is whole, for `versions` may be read at any time.
+        # Under another name until it is whole, because `versions` may be read at any time.
         partial = self._folder / f".step_{version}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self._broadcasts / f"step_{version}", partial, copy_function=link_or_copy)

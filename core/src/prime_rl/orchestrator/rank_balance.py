@@ -36,10 +36,12 @@ def plan_ranks(
 
     plans = [] if even is None else [even]
     total_rows = num_rows * num_ranks
+    # Samples over all rows at once, whichever rank will get a row.
     loose = spread(range(len(lengths)), costs, lengths=lengths, room=[capacity] * total_rows)
     if loose is not None:
         plans.append(_deal(loose, costs, num_ranks))
 
+    # The fewest rows, and empty ones up to the same number for each rank.
     num_empty = total_rows - len(tight)
     padded = [*tight, *([] for _ in range(num_empty))]
     plans.append(_deal(padded, costs, num_ranks))

@@ -46,6 +46,7 @@ class RolloutRequest(SourceRequest):
 
 def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
     """The whole distribution at one temperature: what the trainer can reproduce."""
+    # A plan has further fields, which are no settings of sampling.
     checked = SamplingConfig(**sampling.model_dump(include={*SamplingConfig.model_fields}))
     return SamplingSettings(**dict(checked), top_p=1.0, top_k=-1, min_p=0.0)
 
@@ -178,11 +179,13 @@ class Sampled(RolloutSource):
             policy_version=ask.policy_version,
             temperature=plan.temperature,
         )
+
         rollout.episode_id = ask.member
         rollout.source = self.label
 
         if self._past is not None:
             rollout.info["past_version"] = plan.past
+        # An agent may have a task of its own.
         rollout.task = result.task_fields or dict(self.task(ask.example_id))
         return rollout
 
@@ -236,7 +239,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
 
-        # Without its branches, whose tokens another tokenizer may have made.
+        # Without its branches: the samples come from the messages.
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:

@@ -102,6 +102,7 @@ class Call:
             if name == "batches":
                 return f"envs {', '.join(map(repr, value))}"
 
+            # Groups, one group or one rollout: the first rollout says where.
             while isinstance(value, list | tuple) and value:
                 value = value[0]
             if hasattr(value, "group_id"):
@@ -224,6 +225,7 @@ def _number(number: Any, least: float = -math.inf) -> Any:
 def take_logged() -> list[tuple[str, Any, Any]]:
     """What was logged since the last call."""
     logged = _running.get()[1]
+    # Only what is there now: a plugin's thread may append meanwhile.
     return [logged.popleft() for _ in range(len(logged))]
 
 
@@ -234,10 +236,12 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
 
     pairs = defaultdict(list)
     means = {}
+
     for name, value, weight in logged:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
 
+        # 0 times a value that is not finite would make the mean NaN.
         if weight:
             pairs[name].append((float(value), float(weight)))
 
@@ -263,10 +267,12 @@ def running(
     token = _running.set((plugin, _running.get()[1] if logged is None else logged))
     call = Call(plugin, hook, owner=owner, arguments=arguments)
     caller = CALLER.set(call) if hook else None
+
     try:
         if hook:
             RUNNING[id(call)] = call
         yield
+        # Only after a hook that returned: an error of its own says more.
         if call.dropped:
             raise PluginError(
                 f"the coroutine {call.dropped[0]}() was never awaited, so its body has not run. "
@@ -308,6 +314,7 @@ def running(
         blame(refused, call)
         raise refused.with_traceback(error.__traceback__) from error
     finally:
+        # From here on, what the hook has left behind may write no credit.
         call.ended = True
         RUNNING.pop(id(call), None)
         _running.reset(token)
@@ -369,7 +376,9 @@ def watching_coroutines() -> Iterator[None]:
         frame = coroutine.cr_frame
         module = str(frame.f_globals.get("__name__", "")) if frame else ""
         name = coroutine.__qualname__
+
         call = CALLER.get()
+        # Dropped in the hook that made it: this call fails. Otherwise the run does.
         if call is not None and not call.ended and call.package == module.partition(".")[0]:
             call.dropped.append(name)
         elif (entry := _entry_of(module)) is not None:
@@ -380,9 +389,11 @@ def watching_coroutines() -> Iterator[None]:
             before(unraisable)
 
     with warnings.catch_warnings():
+        # As an error the warning reaches `unraisablehook`, which gets the coroutine too.
         message = "coroutine .* was never awaited"
         warnings.filterwarnings("error", message=message, category=RuntimeWarning)
         sys.unraisablehook = look
+
         try:
             yield
         finally:
@@ -457,6 +468,7 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         try:
             wrapper.throw(error)
         except StopIteration:
+            # It has caught the error, and returned.
             if not isinstance(error, Exception):  # a cancelled run
                 raise error from None
 

@@ -149,7 +149,7 @@ class Admission:
         chosen before and on what was lost, but not on how fast the groups are."""
         taken = at.num_buffered + self._coming(self.tickets.members)
         place = at.step + int((taken + TOLERANCE) // self.batch_size)
-        # A group chosen now starts from this version at the latest: what is later cannot train it.
+        # The bound: nothing is requested for a later batch.
         last = min(at.version + 1 + self.max_off_policy_steps, self._max_steps)
         return max(at.step, min(place, last))
 
@@ -169,6 +169,7 @@ class Admission:
 
         coming = 0.0
         left = len(self.tickets.unopened)
+
         for ticket in [*self.tickets.all.values()]:
             if not left or coming >= most:
                 return
@@ -236,7 +237,7 @@ class Admission:
         if left <= 0:
             return [], Wait("starved")
 
-        # Sorted, for `_by_last_batch` adds them up from the oldest version on.
+        # Sorted, because `_by_last_batch` adds them up from the oldest version on.
         reserved = {v: self._coming(c) for v, c in sorted(self.tickets.by_version.items())}
         chosen: list[Ticket] = []
         refused = {"held": 0.0, "starved": 0.0}
@@ -245,6 +246,7 @@ class Admission:
         """Places of the smallest group that had to wait for an older one: so have younger ones."""
         overtaken: Wait | None = None
         waiting = sorted(self.tickets.complete.values(), key=self._deadline)
+
         for ticket in waiting:
             if left <= 0:
                 break
@@ -297,6 +299,7 @@ class Admission:
         left = self.batch_size - at.num_buffered - self._coming(self.tickets.passed)
         due = []
         others = []
+
         for ticket in self.tickets.all.values():
             if ticket.handed_on or ticket.opened_at is None:
                 continue
@@ -361,7 +364,7 @@ class Admission:
         older = 0.0
         for version, needed in reserved.items():
             older += needed
-            # The batch that is being filled may be the last one, or the one after it.
+            # What is too old already is due in the batch that is being filled.
             last_batch = max(version + self.max_off_policy_steps + 1, at.step)
             yield version, older, left + (last_batch - at.step) * self.batch_size
 

@@ -116,7 +116,7 @@ class Pace:
         if self._version is not None and version > self._version:
             # Engines skip versions, so the seconds may be those of several steps.
             steps = version - self._version
-            # It had both, its last step behind it and the batch, only from here on.
+            # The trainer began when the version before was there, and the batch too.
             began = max(self._served_at, self._sent_at.get(version, self._served_at))
             self._training.append(max(now - began, 0.0) / steps)
             self._cycles.append((now - self._served_at) / steps)
@@ -140,6 +140,7 @@ class Pace:
         self.spent[before.cause] += elapsed
         self.load.add(before.cause, elapsed)
         self.count(inflight, now)
+
         if before.cause == "starved":
             self._starved[before.env] = self._starved.get(before.env, 0.0) + elapsed
         elif before.cause == "held" and elapsed:
