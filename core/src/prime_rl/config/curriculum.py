@@ -146,7 +146,7 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
     }
 
     for label in waits_for:
-        # Each gate waits for one env at most, so a circle of gates is found by following them.
+        # Each gate waits for at most one env, so following the chain finds every circle.
         chain = [label]
         while (before := waits_for.get(chain[-1])) is not None:
             if before == label:

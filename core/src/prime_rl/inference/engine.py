@@ -128,7 +128,7 @@ class Replica:
         self._begin_session()
 
     def _begin_session(self) -> None:
-        # Waking continues the session that sleep has not ended: requests in flight are kept.
+        # Sleep does not end a session: requests in flight are kept.
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
 

@@ -204,7 +204,7 @@ class Fleet(EnginePool):
         # An engine that does not say its version may have been restarted since it served.
         is_known = health.version == has or (health.version is None and not engine.has_served)
         if engine.state is EngineState.ASLEEP or has != target.version or not is_known:
-            # A transport sends a version once. An engine that comes later reads files.
+            # A transport sends each version once. An engine that joins later reads files.
             if self._delivery is not None:
                 await wait_for_files(lambda: self._target, self._delivery.timeout)
                 target = self._target
@@ -318,7 +318,7 @@ class Fleet(EnginePool):
         asked = self.serving
 
         for engine in asked:
-            # At once, so that no request goes to an engine that falls asleep.
+            # Marked at once, so that no request goes to an engine that is falling asleep.
             engine.state = EngineState.ASLEEP
 
         outcomes = await asyncio.gather(

@@ -84,7 +84,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop looking at the engines, and close the connections."""
-        # First the tasks that use the connections.
+        # The tasks end first, because they use the connections.
         await asyncio.gather(*map(end, self._watching.values()))
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
@@ -128,7 +128,7 @@ class EnginePool:
                         attempt = attempt + 1
                         failed_at = engine
 
-                        # Said once, and not by each of the requests that fail together.
+                        # Many requests fail together: one of them logs it.
                         if engine.problem is None:
                             log.warning("%s; trying again", error)
                         engine.problem = error
@@ -244,7 +244,7 @@ class EnginePool:
         for engine in self.engines:
             if engine not in self._watching:
                 self._watching[engine] = asyncio.create_task(self._watch(engine))
-                # An error that ends a watch wakes the requests that wait: they raise it.
+                # A watch that fails wakes the waiting requests, which raise its error.
                 self._watching[engine].add_done_callback(lambda task: self._notify())
 
     async def _watch(self, engine: Replica) -> None:
@@ -273,7 +273,7 @@ class EnginePool:
         async with engine.looking:
             if engine.looked_at > asked:  # another request has just looked
                 return None
-            # As of now: both may change while the engine answers.
+            # Read before the look: both may change while the engine answers.
             version = engine.version
             was_loading = engine.loading.locked()
 

@@ -226,7 +226,7 @@ class ReplayServer:
         first = path.token_ids[reply].tolist()
         settings = dict(body["sampling_params"])
         branch.replayed.append((path.token_ids[: reply.stop].tolist(), reply.start))
-        # The limit is of the whole reply, and the recorded tokens are a part of it.
+        # The limit covers the whole reply, recorded tokens included.
         if settings.get("max_tokens") is not None:
             settings["max_tokens"] -= len(first)
             if settings["max_tokens"] < 1:

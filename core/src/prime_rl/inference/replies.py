@@ -86,7 +86,7 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
 
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
-        # Of equal ones the least id first, so that the order of the answer decides nothing.
+        # Ties go to the lowest id: the order within the answer must not decide.
         likeliest = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
         if len(likeliest) < k:
             text = f"{len(likeliest)} alternatives, expected {k}"

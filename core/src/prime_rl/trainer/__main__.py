@@ -141,7 +141,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
 
-    # Before the slow import too.
+    # These checks need no torch, so they run before the slow import.
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
 
@@ -276,7 +276,7 @@ def exit_on_signal(at_once: bool = False) -> None:
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    # C code writes the signal's number there, whatever the main thread does.
+    # Python's C handler writes the signal's number there at once, whatever the main thread does.
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open

@@ -62,7 +62,7 @@ class EnvGradients:
         if np.isfinite(products).all():  # otherwise the step is skipped
             call = running(maker.name, hook="env_weights", owner=maker, arguments={"step": step})
             with call:
-                # Of a copy: the plugin may write into it, and the metrics below must stay.
+                # The plugin gets a copy: it may write into it, and the metrics read the products.
                 weights = _checked(maker, maker.env_weights(step, envs, products.copy()), envs)
 
         columns = zip(self._parameters, *self._kept.values(), strict=True)

@@ -309,7 +309,7 @@ def _weights(row: PackedRow, component: Component, share: Share, counts: Counts)
     sizes = np.bincount(owners[share.tokens], minlength=len(row.lengths)).astype(np.float64)
     if component.unit != "sequences":
         ids = row.of_sequences[f"{component.unit[:-1]}_ids"]
-        # Over the whole step: other members may be in other rows, or on other ranks.
+        # Sizes are over the whole step: a unit may have members in other rows or on other ranks.
         for s in share.sequences:
             of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
             sizes[s] = of_env[int(ids[s])]

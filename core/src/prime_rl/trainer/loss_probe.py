@@ -126,7 +126,7 @@ def _leak_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
 
     for place in range(len(before.loss_mask)):
         for factor in FACTORS:
-            # All columns at once, for speed. One by one only to name the one that leaks.
+            # All columns together first, for speed. Single columns then name the one that leaks.
             of_all = _gradients(loss, _moved(before, columns, place, factor))
             if not _differs(expected, of_all, place):
                 continue
@@ -223,7 +223,7 @@ def _gradients(loss: LossFunction, inputs: LossInputs) -> list[Tensor]:
     leaves = [column for column in columns if column is not None]
 
     value = loss(inputs).loss
-    # The graph stays for the second question, below.
+    # The graph is kept for the second call below.
     gradients = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
     # It trains a head, whose output is a stream.
     if all(gradient is None for gradient in gradients):

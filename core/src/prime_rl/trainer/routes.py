@@ -79,7 +79,7 @@ class Watched:
     """The watcher has seen the call already."""
 
 
-# Transformers' code lies between the callers and the routers, so no argument can carry them.
+# Between caller and router runs transformers' code, which would not pass an argument on.
 _chooser: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
 _watched: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
@@ -228,7 +228,7 @@ class _Choices(TorchFunctionMode):
                 again=watched.again,
             )
 
-        # Without a change the call's own result goes on, with its graph.
+        # Nothing was changed: the call's own result has the right graph.
         if chosen is choice and values is result[0]:
             return result
         topk: Any = torch.return_types.topk

@@ -109,7 +109,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     norms = []
     fault = ""
 
-    # First without the compiler: an error there is no fault of the compiler.
+    # Eager comes first: an error there is not the compiler's fault.
     for stance in ("force_eager", "default"):
         try:
             with (
@@ -134,7 +134,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     parallel.reshard(policy)
     if not fault:
         fault = _difference(columns, norms, row=row, allowed=ALLOWED_COMPILED[dtype])
-    # A fault of one rank counts for all: they take the same blocks, or collectives would differ.
+    # All ranks must decide alike: their collectives would differ otherwise.
     faults = [each for each in parallel.gather(fault) if each]
     return faults[0] if faults else ""
 
@@ -169,7 +169,7 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
     last = lengths[:-1].sum()
     tokens[last : last + PROMPT] = tokens[:PROMPT]
 
-    # Behind the shared prompt; the second document has a prompt of one token.
+    # Targets follow the shared prompt. The second document has a prompt of one token.
     sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
     mask = np.concatenate(sampled)
 
@@ -217,7 +217,7 @@ def _measure(
     except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
 
-    # The same number on all ranks, so that all take the same packing.
+    # All ranks get the same number, so they take the same packing.
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 

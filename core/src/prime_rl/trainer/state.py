@@ -121,7 +121,7 @@ class TrainerState:
         loss is one of them as soon as a batch has read it, on every rank."""
         owners: dict[str, Loss | Head] = {}
         for name, component in self.losses.made.items():
-            # With its name: another loss may be `rl` after a resume, and must not get this state.
+            # The key has the loss's name: after a resume another loss may be `rl`.
             key = f"rl.{component.cls.name}" if name == "rl" else name
             owners[key] = component.loss
         for name, head in self.losses.heads.items():

@@ -65,7 +65,7 @@ async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf
         if STABLE in names_in(following):
             raise EngineError(f"version {weights.version} was never written: the next is there")
 
-        # Later the trainer would take the request for the next version.
+        # Once the next version has begun, the trainer would write that one instead.
         if following.name not in names_in(following.parent):
             want_files(weights.directory.parent)
 
