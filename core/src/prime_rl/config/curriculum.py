@@ -144,8 +144,9 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
         for label, metric in gates.items()
         if not metric.startswith("eval/")
     }
+
     for label in waits_for:
-        # Each gate waits for one env at most, so a circle of gates is found by following them.
+        # Each gate waits for at most one env, so following the chain finds every circle.
         chain = [label]
         while (before := waits_for.get(chain[-1])) is not None:
             if before == label:
@@ -154,8 +155,10 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
                     + ("itself" if chain == [label] else " -> ".join([*chain[1:], label]))
                     + ". Read a metric of an env that is open before."
                 )
+
             if before in chain:
                 break  # a circle that others are in: its members raise
+
             chain.append(before)
 
     _check_open(training, gates)

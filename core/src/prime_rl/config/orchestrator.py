@@ -521,7 +521,7 @@ class OrchestratorConfig(Settings):
         # A group of one member waits for nothing.
         sizes = {env.group_size or self.group_size for env in self.train.env}
         for size in sizes - {1} or sizes:
-            # Two make a group. Members that are cancelled make none.
+            # Two members make a group. Cancelled members need not be one.
             fewest_left = 2 if partial.rest == "group" else 1
             if size - at_least < fewest_left:
                 raise ValueError(
@@ -529,6 +529,7 @@ class OrchestratorConfig(Settings):
                     f"least {fewest_left} with rest = {partial.rest!r}. Lower it, or raise "
                     "group_size."
                 )
+
         return self
 
     @property

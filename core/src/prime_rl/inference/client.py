@@ -144,7 +144,7 @@ class EngineClient:
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
             verify=not url.lower().startswith("http://"),
-            trust_env=not is_loopback(url),  # a proxy has another loopback
+            trust_env=not is_loopback(url),  # a proxy cannot reach this loopback
         )
 
     async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
@@ -299,6 +299,7 @@ class EngineClient:
                         kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__
+
                 following = f"attempt {attempt + 1} of {self._retry.attempts} in {wait:.1f} s"
                 log.warning("%s; %s", error, following)
 

@@ -51,10 +51,12 @@ class Replica:
         self.state = EngineState.STARTING
         self.version = started_with
         """The version of its weights. None: unknown, so weights are loaded before it serves."""
+
         self.problem: BaseException | None = None
         """Why it does not serve, or why its last request failed."""
         self.hangs = 0
         """Times that it was found hung."""
+
         self.running = self.asked = self.retried = 0
         """Requests: those in flight, all so far, and those sent again to another engine."""
         self.lost: asyncio.Future[None] | None = None
@@ -62,10 +64,12 @@ class Replica:
         self.flights: set[asyncio.Future[None]] = set()
         """One future for each request in flight: with a shared one, leaving takes time for each
         waiter."""
+
         self.loading = asyncio.Lock()
         self.looking = asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
+
         self.down_since: float | None = None
         self.down = 0.0
         """Seconds that it was away, until it last came back."""
@@ -124,7 +128,7 @@ class Replica:
         self._begin_session()
 
     def _begin_session(self) -> None:
-        # Waking continues the session that sleep has not ended: requests in flight are kept.
+        # Sleep does not end a session: requests in flight are kept.
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
 

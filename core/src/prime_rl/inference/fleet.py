@@ -136,12 +136,14 @@ class Fleet(EnginePool):
         super()._check(kind)
         if kind is EngineError:  # after the start, engines come and go
             return
+
         for engine in self.engines:
             if isinstance(engine.problem, OtherModel) and not self._own:
                 raise EngineError(
                     f"{engine.reason} (model.name). Name the model that it serves, start it with "
                     "that name (prime-rl serve --served-model-name), or fix inference.base_url."
                 )
+
             if self._delivery is not None and engine.ready_at:
                 self._delivery.check(engine)
 
@@ -202,7 +204,7 @@ class Fleet(EnginePool):
         # An engine that does not say its version may have been restarted since it served.
         is_known = health.version == has or (health.version is None and not engine.has_served)
         if engine.state is EngineState.ASLEEP or has != target.version or not is_known:
-            # A transport sends a version once. An engine that comes later reads files.
+            # A transport sends each version once. An engine that joins later reads files.
             if self._delivery is not None:
                 await wait_for_files(lambda: self._target, self._delivery.timeout)
                 target = self._target
@@ -314,12 +316,15 @@ class Fleet(EnginePool):
         # Before the first await: an engine that joins meanwhile must not serve.
         self.asleep = True
         asked = self.serving
+
         for engine in asked:
-            # At once, so that no request goes to an engine that falls asleep.
+            # Marked at once, so that no request goes to an engine that is falling asleep.
             engine.state = EngineState.ASLEEP
+
         outcomes = await asyncio.gather(
             *(engine.client.sleep() for engine in asked), return_exceptions=True
         )
+
         for engine, error in zip(asked, outcomes, strict=True):
             if isinstance(error, EngineGone):
                 self._lose(engine, error)
@@ -360,6 +365,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
     much longer than the others, and continue. A failure sets no pace: while no task has succeeded,
     only their own timeouts apply. Cancelling this cancels the tasks."""
     started = time.monotonic()
+
     pace = None
     pending = set(tasks)
     try:
@@ -370,6 +376,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
                 left = started + limit - time.monotonic()
                 if left <= 0:
                     return
+
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )

@@ -201,6 +201,7 @@ class ReplayServer:
             headers["Authorization"] = request.headers["Authorization"]
         # The request's salt names its branch. The engine needs the salt of its own cache.
         content = msgspec.json.encode({**body, "cache_salt": branch.cache_salt})
+
         try:
             async with self._http.post(
                 f"{branch.engine}{ROUTE}", data=content, headers=headers
@@ -225,7 +226,7 @@ class ReplayServer:
         first = path.token_ids[reply].tolist()
         settings = dict(body["sampling_params"])
         branch.replayed.append((path.token_ids[: reply.stop].tolist(), reply.start))
-        # The limit is of the whole reply, and the recorded tokens are a part of it.
+        # The limit covers the whole reply, recorded tokens included.
         if settings.get("max_tokens") is not None:
             settings["max_tokens"] -= len(first)
             if settings["max_tokens"] < 1:

@@ -83,13 +83,15 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
     first position that has fewer."""
     tokens = np.zeros((len(ids), k), np.int32)
     column = np.zeros((len(ids), k), np.float32)
+
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
-        # Of equal ones the least id first, so that the order of the answer decides nothing.
+        # Ties go to the lowest id: the order within the answer must not decide.
         likeliest = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
         if len(likeliest) < k:
             text = f"{len(likeliest)} alternatives, expected {k}"
             raise ValueError(f"position {position} of {len(ids)}: got {text}")
+
         tokens[position] = [token for _, token in likeliest]
         column[position] = [-negative for negative, _ in likeliest]
 

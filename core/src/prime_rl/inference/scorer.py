@@ -72,7 +72,7 @@ class PromptScorer:
         """The same model for one env, under the same limits. ``salt``: what its seeds depend on.
         ``stops``: tokens that end a completion by default. ``asked`` counts requests and their
         tokens."""
-        # A shallow copy: pool and slots stay shared, so the limits do too.
+        # A shallow copy shares the pool and the slots, so the limits hold for all.
         lent = copy.copy(self)
         lent._salt = salt
         lent._stops = stops
@@ -170,7 +170,7 @@ class PromptScorer:
     ) -> T:
         client = engine.client
         limit = engine.client.health.max_model_len
-        # To sample, the context needs room for a token. Some engines score a prompt that fills it.
+        # Sampling needs room for one more token. Some engines score a full context.
         sampled = "" if "prompt_logprobs" in sampling else ", before any is sampled"
         if limit is not None and len(ids) + bool(sampled) > limit:
             raise OverlongError(
@@ -198,12 +198,14 @@ class PromptScorer:
                     await client.look(self._model)
                 except EngineRefused as other:  # it serves another model by now
                     raise EngineError(f"{other}. {other.fix}") from other
+
                 fix = (
                     "It serves the model but not this route: a reference must give prompt_logprobs "
                     "(prime-rl serve, vLLM with --enable-scale-out)."
                 )
             elif limit == len(ids) and not refusal.locked:
                 fix = f"Serve it with a max_model_len of {limit + 1}: one token is sampled."
+
             raise EngineError(f"{refusal}. {fix}") from refusal
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{client.label}: {ROUTE}: {error}") from error

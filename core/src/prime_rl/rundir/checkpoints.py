@@ -193,7 +193,7 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     flush(marker, written.directory)
 
     check_current()
-    # Of a run that went back and has trained the step again.
+    # A run that went back trains the step again, so its checkpoint may exist.
     if final.directory.exists():
         remove(final)
     written.directory.rename(final.directory)

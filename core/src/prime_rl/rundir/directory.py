@@ -96,7 +96,7 @@ def new_attempt(run_dir: Path) -> int:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
 
-    # By a rename, so that `latest` names an attempt at every moment (`check_current`).
+    # A rename replaces the link, so `latest` always names an attempt (`check_current`).
     link = run_dir / "logs" / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(f"attempt_{number + 1}")
@@ -149,7 +149,7 @@ def _claim(run_dir: Path) -> bool:
         return True
     except FileExistsError:
         with suppress(FileNotFoundError):
-            # Of several callers one succeeds, since a file is removed once.
+            # A file is removed once, so only one of several callers succeeds.
             (run_dir / DRY).unlink()
             return True
     return False

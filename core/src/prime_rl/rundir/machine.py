@@ -64,7 +64,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
     numbers = range(FIRST_PORT, last)
     with ExitStack() as stack:
-        # All stay bound until the last one has its number: so no two get the same.
+        # All sockets stay bound until the end, so no two get the same port.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):

@@ -160,14 +160,17 @@ def last_lines(path: Path, num_bytes: int = 1 << 18) -> list[bytes]:
     ``OSError``."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
+
         while True:
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = whole_lines(file.read(size - start))
+
             if start == 0:
                 return lines
             if len(lines) > 1:
                 return lines[1:]  # the first may be cut off
+
             num_bytes *= 4
 
 

@@ -60,7 +60,7 @@ def _locked(prefix: str, parent: Path) -> tuple[Path, int]:
         except OSError:
             pass  # no locks here
 
-        # Locked, and yet it may have been removed before that.
+        # The folder may have been removed before it was locked.
         if is_ours and path.is_dir():
             return path, lock
         os.close(lock)
@@ -68,7 +68,7 @@ def _locked(prefix: str, parent: Path) -> tuple[Path, int]:
 
 def _remove_if_left(path: Path) -> None:
     with suppress(OSError):  # another user's; or removed at this moment
-        # Not through a link, which another user may have put into a shared folder.
+        # O_NOFOLLOW: another user may have put a link into a shared folder.
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

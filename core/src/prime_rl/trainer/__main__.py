@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
     exit_on_signal(at_once=rank.size > 1)
     run_dir = Path(arguments[0])
     status = Status(run_dir / "status" / "trainer.json")
+
     try:
         try:
             run(run_dir, status if rank.number == 0 else Status(None), rank)
@@ -98,9 +99,11 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     """
     is_ours = isinstance(error, PrimeRLError)
     reason = fault(error) or (str(error) if is_ours else f"{type(error).__name__}: {error}")
+
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
+
     if followed:
         logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:
@@ -131,12 +134,14 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)
     [*map(losses.__getitem__, losses.tables)]  # before the slow import: an error at once
+
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
     kernel = make_kernel(config.trainer, hooks)
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
 
+    # These checks need no torch, so they run before the slow import.
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
 
@@ -150,6 +155,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
 
     # Heads and adapters begin with random numbers: the same ones in every process.
     torch.manual_seed(config.seed)
+
     model_path = model_folder(launch, status)
     status.report("loading weights")
 
@@ -223,6 +229,7 @@ def train_here(
 
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
+
     try:
         train(
             trainer,
@@ -269,7 +276,7 @@ def exit_on_signal(at_once: bool = False) -> None:
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    # C code writes the signal's number there, whatever the main thread does.
+    # Python's C handler writes the signal's number there at once, whatever the main thread does.
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open

@@ -62,7 +62,7 @@ class EnvGradients:
         if np.isfinite(products).all():  # otherwise the step is skipped
             call = running(maker.name, hook="env_weights", owner=maker, arguments={"step": step})
             with call:
-                # Of a copy: the plugin may write into it, and the metrics below must stay.
+                # The plugin gets a copy: it may write into it, and the metrics read the products.
                 weights = _checked(maker, maker.env_weights(step, envs, products.copy()), envs)
 
         columns = zip(self._parameters, *self._kept.values(), strict=True)
@@ -74,7 +74,9 @@ class EnvGradients:
                 total = (
                     gradient.mul_(weight) if total is None else total.add_(gradient, alpha=weight)
                 )
+
             parameter.grad = total
+
         self._kept.clear()
 
         metrics = {}
@@ -87,6 +89,7 @@ class EnvGradients:
         """[E, E] float64. Each rank multiplies its shards; equal shards count once."""
         number = len(self._kept)
         sums = np.zeros((number, number))
+
         for gradients in zip(*self._kept.values(), strict=True):
             local = [None if each is None else _local(each) for each in gradients]
             # The products are symmetric, so half of them are enough.

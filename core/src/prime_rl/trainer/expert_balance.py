@@ -147,9 +147,11 @@ class ExpertBalance:
             "router/load/min": float(relative.min()),
             "router/load/unused": float((counts == 0).double().mean()),
         }
+
         if not self.has_biases:
             balance = numbers[counts.numel() : -1]
             metrics["router/balance"] = float(balance.mean()) / num_tokens
+
         return metrics
 
 

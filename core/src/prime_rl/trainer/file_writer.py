@@ -114,7 +114,7 @@ class FileWriter:
             rounded = values.to(dtype) if on_gpu else values  # on the GPU: half the bytes to copy
             buffers[name].copy_(rounded, non_blocking=True)
             if on_gpu and event is None:
-                # One for all: it is recorded behind the last copy.
+                # One event is enough: it is recorded after the last copy.
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         if event is not None:
@@ -153,7 +153,7 @@ class FileWriter:
         return self._spare.pop() if self._spare else {}
 
     def _publish(self, version: int, copy: Copy) -> None:
-        # Only this thread waits for the copies: the device takes the next step meanwhile.
+        # Only this thread waits for the copies. The next step trains meanwhile.
         if copy.copied is not None:
             copy.copied.synchronize()
         fill = partial(self._publisher.fill, version, partial(copy.write, group=self._group))

@@ -117,7 +117,7 @@ class HeadModule(nn.Module):
         """[T] log π under the head's own model."""
         assert self.model is not None
         found, _ = token_logprobs(self.model, row, packing, kernel, hidden=hidden)
-        # Tokens that are no target get 0.0, and not log(1/V). The product keeps the graph.
+        # Tokens that are no target get 0.0 instead of log(1/V). The product keeps the graph.
         output = 0.0 * found
         if not len(row.targets):
             return output
@@ -158,7 +158,7 @@ def write_streams(
         if not mask.any():
             continue
 
-        # Heads see the orchestrator's order of tokens, not the row's, which is by length.
+        # Heads see tokens in the orchestrator's order. The row is sorted by length.
         values = _in_batch_order(row, computed[name])
         values[~mask] = 0.0
 
@@ -190,6 +190,7 @@ def write_streams(
                 rollouts=tuple(rollouts[sequences].tolist()),
                 ends=None if ends is None else _of_trained(ends, mask, owners, sequences),
             )
+
             with running(name, hook="prepare", owner=head):
                 written = head.prepare(inputs)
 
@@ -256,7 +257,8 @@ def _put(micro_batch: MicroBatch, head: Head, written: Any, at: Ints, where: str
             part = as_stream(values)
             width = part.shape[1:] if name not in STREAMS and part.ndim == 2 else ()
             part = part.reshape(*at.shape, *width)
-            # What other units wrote before, or the orchestrator sent, stays.
+
+            # Values that other units wrote, or that the orchestrator sent, stay.
             column = np.full((len(micro_batch), *width), absent_value(name), np.float32)
             column[:] = column if before is None else before
             column[at] = part

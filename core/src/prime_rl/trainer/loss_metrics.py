@@ -70,7 +70,7 @@ def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     masks = torch.stack([metric.mask for metric in stacked])
     values = torch.stack([metric.values.detach().float() for metric in stacked])
     sums = values.new_zeros(len(stacked), num_sequences)
-    # Not times the mask: a value off the mask may be infinite, and 0 times it is NaN.
+    # `where`, not a product with the mask: 0 times an infinite value would be NaN.
     sums.index_add_(1, row.sequence_ids, values.where(masks, values.new_zeros(())))
     sizes = torch.zeros_like(sums).index_add_(1, row.sequence_ids, masks.float())
 

@@ -123,12 +123,14 @@ def _leak_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
     before = probe_inputs(cls, vectors=vectors)
     expected = _gradients(loss, before)
     columns = _float_columns(before)
+
     for place in range(len(before.loss_mask)):
         for factor in FACTORS:
-            # All columns at once, for speed. One by one only to name the one that leaks.
+            # All columns together first, for speed. Single columns then name the one that leaks.
             of_all = _gradients(loss, _moved(before, columns, place, factor))
             if not _differs(expected, of_all, place):
                 continue
+
             for name in columns:
                 moved = _moved(before, [name], place, factor)
                 change = _differs(expected, _gradients(loss, moved), place)
@@ -148,6 +150,7 @@ def _in_every_shape(cls: type[Loss], judge: Callable[[frozenset[str]], str]) -> 
     which they are, nothing declares. Raises the first error if it can be asked in no shape."""
     said = ""
     first: Exception | None = None
+
     for vectors in shapes_of(cls):
         try:
             problem = judge(vectors)
@@ -218,13 +221,16 @@ def _moved(inputs: LossInputs, names: list[str], place: int, factor: float) -> L
 def _gradients(loss: LossFunction, inputs: LossInputs) -> list[Tensor]:
     columns = [getattr(inputs, name) for name in WITH_GRADIENT]
     leaves = [column for column in columns if column is not None]
+
     value = loss(inputs).loss
+    # The graph is kept for the second call below.
     gradients = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
     # It trains a head, whose output is a stream.
     if all(gradient is None for gradient in gradients):
         streams = inputs.streams.values()
         leaves = [each for each in streams if each is not None and each.requires_grad]
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+
     return [
         torch.zeros_like(leaf) if gradient is None else gradient
         for leaf, gradient in zip(leaves, gradients, strict=True)

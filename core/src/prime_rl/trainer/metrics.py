@@ -240,6 +240,7 @@ class StepMetrics:
         padded = torch.nn.functional.pad(flat, (0, longest - len(flat)))
         gathered = [torch.empty_like(padded) for _ in described]
         torch.distributed.all_gather(gathered, padded)
+
         rows = torch.stack(gathered).cpu().double().numpy()
         of_ranks: list[tuple[Sequence[Entry], Floats]] = [
             (entries, row) for (entries, _), row in zip(described, rows, strict=True)
@@ -351,11 +352,13 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
 def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append a step's line to ``<run>/trainer.jsonl``. Raises ``RunError`` if the disk refuses."""
     check_current()
+
     finite = {
         name: value if math.isfinite(value) else None  # JSON has no NaN
         for name, value in metrics.items()
     }
     line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
+
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

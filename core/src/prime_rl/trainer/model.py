@@ -63,7 +63,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
-        self.kernel.prepare(config.compile is not False)  # "auto" may compile yet
+        self.kernel.prepare(config.compile is not False)  # "auto" may still compile
         self.compiled = False
         """The decoder blocks are."""
 
@@ -186,10 +186,10 @@ def make_policy(
 ) -> Policy:
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
-    # Before the policy is made, which asks whether several ranks compute a row.
+    # Ranks join before `Policy` is made: it asks how many of them compute a row.
     context.join_ranks(config.context_parallel)
 
-    # Before blocks are compiled and sharded: a head with a model of its own copies the policy.
+    # Heads come before compiling and sharding: one with a model of its own copies the policy.
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy = Policy(model, config, heads=modules, kernel=kernel)
     half = in_half(config, device)
@@ -216,7 +216,7 @@ def make_policy(
             experts=experts,
             reduces_in=summed_in,
         )
-        # A pass that is not `forward`: without this no hook gathers the shards.
+        # FSDP gathers shards in hooks of `forward`, and this method is called without it.
         register_fsdp_forward_method(policy, "plain_logprobs")
 
     return policy.to(home or device)
@@ -301,6 +301,7 @@ def check_positions(config: PretrainedConfig, seq_len: int) -> None:
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind not in ("longrope", "dynamic"):
             continue
+
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if seq_len > limit:
             raise ConfigError(
@@ -333,7 +334,7 @@ def load_model(
     model = cast(Any, None)
     missing = list[str]()
     try:
-        # No rank holds the whole: `parallel.fill` reads its shards from the files.
+        # No rank loads the whole model: `parallel.fill` reads its shards from the files.
         if in_shards:
             model = unread_model(model_path)
         whole = model is None
@@ -356,8 +357,8 @@ def load_model(
 
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
-        # On the model, which all have that write weights (`published.tuning_of`).
+        # Kept on the model, because every writer of weights has it (`published.tuning_of`).
         model.prime_rl_tuning = tuning
 
-    # Weights that are still in files are nowhere yet: `parallel.shard` places them.
+    # A model that is still in its files has no weights to move: `parallel.shard` places them.
     return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()

@@ -145,7 +145,7 @@ def make_row(
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
 
-    # Of token ids, or of numbers that stand for a token with its experts.
+    # `of_tokens` are token ids, or numbers that stand for a token with its experts.
     def lay_out(of_tokens: Ints) -> Layout:
         return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
 
@@ -161,11 +161,11 @@ def make_row(
         token_ids=to_device(token_ids, np.int64, device),
         sequence_ids=to_device(sequence_ids, np.int64, device),
         targets=to_device(targets, np.int64, device),
-        # None saves the loss a division of all logits.
+        # None spares a division of all logits.
         temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
         inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
         streams={n: to_device(c, c.dtype.type, device) for n, c in streams.items()},
-        # Without a sequence that lacks it, a stream needs no mask in the loss.
+        # A stream that no sequence lacks needs no mask in the loss.
         absent={name: lacking for name, lacking in absent.items() if lacking.any()},
         shares=shares,
         sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
@@ -194,7 +194,7 @@ def _routed_layout(
     absent = is_absent(routes)
     parts = [token_ids[:, None].view(np.uint8), routes.reshape(len(routes), -1).view(np.uint8)]
     keys = np.ascontiguousarray(np.concatenate(parts, axis=1))
-    # Each row of bytes as one value, so that equal rows are found by one sort.
+    # Each row of bytes becomes one value, so that `np.unique` compares whole rows.
     rows = keys.view(np.dtype((np.void, keys.shape[1]))).ravel()
     _, first, numbers = np.unique(rows, return_index=True, return_inverse=True)
 
@@ -217,7 +217,7 @@ def _shares(
     for name in components(micro_batch):
         mask = members(micro_batch, name)[tokens]
         if mask.any():
-            column = stream(micro_batch, f"{name}{WEIGHTS}")
+            column = stream(micro_batch, f"{name}{WEIGHTS}")  # None: 1.0
             shares[name] = Share(
                 mask=to_device(mask, np.bool_, device),
                 weights=None if column is None else to_device(column[tokens], np.float32, device),

@@ -111,7 +111,7 @@ class Packing:
 
             replayed: AbstractContextManager[None] = nullcontext()
             if routes is not None:
-                # -1: at padding the routers decide, and nothing reads what they do.
+                # -1: the routers decide at padding, and nothing reads the result.
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
                 replayed = padded_routes(of_batch.flatten(0, 1))
             with replayed, among_padding(present.flatten()):

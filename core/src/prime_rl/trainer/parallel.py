@@ -221,7 +221,7 @@ def _agree(error: Exception | None, group: RankGroup = None) -> None:
     errors = [(number, *each) for number, each in enumerate(gathered) if each is not None]
     lasting = [each for each in errors if not each[1]]
 
-    # Its own error first, unless it could retry and another rank could not.
+    # A rank raises its own error first, unless it could retry and another rank could not.
     if error is not None and not (of_disk and lasting):
         raise error
     for number, may_retry, text in lasting or errors:
@@ -248,7 +248,7 @@ def exchange(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: RankGroup, sent: Any, received: Any) -> Tensor:
-        # Gradients go back along the same way: what was received is sent.
+        # Gradients take the reverse path: backward sends what forward received.
         ctx.way_back = group, received, sent
         return _exchanged(rows, group, sent=sent, received=received)
 
@@ -315,7 +315,7 @@ def shard(
     # FSDP needs a process group, of one rank too (deviation 2).
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
-    # FSDP reads the mesh: of two dimensions, it replicates over the first.
+    # With a mesh of two dimensions FSDP replicates over the first.
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -334,6 +334,7 @@ def shard(
 
     resident = {weight for module in experts for weight in module.parameters()}
     ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
+
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(
@@ -415,7 +416,7 @@ def begin_backward(root: nn.Module, last: bool) -> None:
     """Before a micro batch's backward pass: replicas sum their gradients after the ``last``."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(last)
-        # Only after the last one does FSDP wait for the sums that are under way.
+        # FSDP waits for pending reductions only after the last backward pass.
         root.set_is_last_backward(last)
 
 

@@ -106,7 +106,7 @@ class Broadcaster:
             retry(mark, f"publish weights version {version}", self._status)
             return
 
-        # A checkpoint links the files next, and behind the last step there is none to train.
+        # A checkpoint links the files next. After the last step no step overlaps with writing.
         may_copy = not (exact or last)
         if may_copy and self._writer is not None and self._writer.copy():
             self._held = "copies"
@@ -127,7 +127,7 @@ class Broadcaster:
         seconds until they have the version, or can read it."""
         if self._held == "copies" and self._writer is not None:
             self._writer.submit(self._version)
-            return 0.0  # its thread announces it when the files are there
+            return 0.0  # the writer's thread announces it
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
@@ -149,7 +149,7 @@ class Broadcaster:
 
         directory = self._publisher.path(version)
         main = parallel.rank() == 0
-        # Rank 0 looks at the engines alone; the others wait for its order in this exchange.
+        # Only rank 0 looks at the engines. The other ranks wait for its order in this exchange.
         order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
@@ -205,7 +205,7 @@ class Broadcaster:
         tensors = published_tensors(self._model).values()
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
-        # Stacked, so that the device is waited for once, and not for each tensor.
+        # Stacked, so that the host waits for the device once, and not for each tensor.
         if not all(parallel.gather(bool(torch.stack(finite).all()))):
             raise RunError(f"weights version {self._version} hold values that are not finite")
 
@@ -216,7 +216,7 @@ class Broadcaster:
         write = partial(self._publisher.write, self._model, self._version, exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
-            # Else every later version would be written as files too, and never sent.
+            # If the marker stayed, every later version would be written as files and never sent.
             (self._publisher.directory / FILES_WANTED).unlink(missing_ok=True)
 
     def _header(self) -> Header:
@@ -295,5 +295,5 @@ def copy_model_files(
             shutil.copy(file, directory)
 
     config.save_pretrained(directory)
-    # Last: it replaces a template that was copied.
+    # Last: it replaces the template that was copied above.
     put_chat_template(run_dir, directory)

@@ -129,6 +129,8 @@ def _put(unfinished: Path, final: Path) -> None:
     if not final.exists():
         unfinished.rename(final)
         return
+
+    # The version was announced while its weights were in the trainer's memory.
     # The tensors last: from then on engines load the folder (``has_files``).
     for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         file.replace(final / file.name)

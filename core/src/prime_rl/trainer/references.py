@@ -80,6 +80,7 @@ class References:
         that the run does not have."""
         of_first = column == "initial_logprobs"
         tuning = getattr(self._model, "prime_rl_tuning", None)
+        # Before a reset, switching the adapter off gives the first policy: no copy is needed.
         of_model = of_first and not self.version
         if of_model and tuning and (switched_off := tuning.initial(self._model)):
             with switched_off:
@@ -100,7 +101,7 @@ class References:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
-        # Copied and not swapped: what else holds these tensors (FSDP, a checkpoint) stays valid.
+        # Values move, not tensors: FSDP and checkpoints keep references to these tensors.
         for name, each in kept.items():
             weights = _local(self._trained[name])
             other = _local(each)

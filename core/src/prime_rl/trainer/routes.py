@@ -79,7 +79,7 @@ class Watched:
     """The watcher has seen the call already."""
 
 
-# Transformers' code lies between the callers and the routers, so no argument can carry them.
+# Between caller and router runs transformers' code, which would not pass an argument on.
 _chooser: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
 _watched: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
@@ -139,11 +139,13 @@ def observe_routers(model: Any) -> list[Mixture]:
     sizes = [getattr(config, key, None) for key in EXPERT_KEYS]
     num_experts = next((size for size in sizes if size), 0)
     top_k = getattr(config, "num_experts_per_tok", None) or 0
+
     mixtures: list[Mixture] = []
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "experts", None), nn.Module) or not top_k:
             continue
 
+        # In a name such as `model.layers.3.mlp` the first number is that of the layer.
         numbers = [int(part) for part in name.split(".") if part.isdecimal()]
         mixture = Mixture(
             number=len(mixtures),
@@ -226,7 +228,7 @@ class _Choices(TorchFunctionMode):
                 again=watched.again,
             )
 
-        # Without a change the call's own result goes on, with its graph.
+        # Nothing was changed: the call's own result has the right graph.
         if chosen is choice and values is result[0]:
             return result
         topk: Any = torch.return_types.topk
@@ -278,8 +280,10 @@ class Replay:
         self.flipped: dict[int, Tensor] = {}
         """By mixture: how many of the replayed experts its own router would not have taken. Equal
         in each pass, so a block that is computed again changes nothing."""
+
         self._mixtures = mixtures
         self._num_layers = num_layers
+
         top_k = mixtures[0].top_k
         _, found_layers, found_k = routes.shape
         if found_k != top_k or found_layers not in (len(mixtures), num_layers):
@@ -288,6 +292,7 @@ class Replay:
                 f"expected {len(mixtures)} layers with a mixture, or all {num_layers}, of {top_k}. "
                 "The engine serves another model than the trainer trains."
             )
+
         self._by_layer = found_layers != len(mixtures)
         self.present = routes[:, -1, :1] >= 0  # [U, 1]
 

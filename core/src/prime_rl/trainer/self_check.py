@@ -104,10 +104,12 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     """
     dtype = torch.bfloat16 if half else torch.float32
     batch = _micro_batch(policy.model.config.vocab_size)
+
     columns = []
     norms = []
     fault = ""
-    # First without the compiler: an error there is no fault of the compiler.
+
+    # Eager comes first: an error there is not the compiler's fault.
     for stance in ("force_eager", "default"):
         try:
             with (
@@ -117,6 +119,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
                 row = make_row(batch, device, policy.packing)
                 logprobs = policy(row)[0]
                 logprobs[row.targets].sum().backward()
+
             columns.append(logprobs.detach())
             norms.append(_gradient_norm(policy))
         except torch.OutOfMemoryError:
@@ -131,7 +134,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     parallel.reshard(policy)
     if not fault:
         fault = _difference(columns, norms, row=row, allowed=ALLOWED_COMPILED[dtype])
-    # A fault of one rank counts for all: they take the same blocks, or collectives would differ.
+    # All ranks must decide alike: their collectives would differ otherwise.
     faults = [each for each in parallel.gather(fault) if each]
     return faults[0] if faults else ""
 
@@ -162,11 +165,14 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
     lengths = np.array(LENGTHS, np.int32)
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
+
     last = lengths[:-1].sum()
     tokens[last : last + PROMPT] = tokens[:PROMPT]
-    # Behind the shared prompt; the second document has a prompt of one token.
+
+    # Targets follow the shared prompt. The second document has a prompt of one token.
     sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
     mask = np.concatenate(sampled)
+
     return MicroBatch(
         token_ids=tokens.astype(np.int32),
         loss_mask=mask,
@@ -211,7 +217,7 @@ def _measure(
     except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
 
-    # The same number on all ranks, so that all take the same packing.
+    # All ranks get the same number, so they take the same packing.
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 

@@ -65,7 +65,7 @@ def own_part(tensor: Tensor) -> TensorPart | None:
 
     placements = tensor.placements
     mesh = tensor.device_mesh
-    # By exact type: the shards of another placement are no runs of elements.
+    # Exact types: shards of any other placement may not be runs of elements.
     shards = [p for p in placements if type(p) is not Replicate]
     by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
     if not by_rows or mesh.size() != parallel.num_ranks():
@@ -106,7 +106,7 @@ def lay_out(
         slots[name] = (dtype, end)
         end += tensor.numel() * dtype.itemsize
 
-    # Pieces have names of their own, and lie in the same bytes, one after the other.
+    # The header lists the pieces, which cover the same bytes one after the other.
     start = 0
     for info in header_of(like, dtypes or {}, pieces):
         stop = start + num_bytes(info)
@@ -148,7 +148,7 @@ def write_shared(
 
     parallel.on_all(partial(write_parts, unfinished, layout, parts, flush))
     if gathered:
-        # After the parts, which every rank writes alone: gathering takes all ranks in one order.
+        # After the parts: each rank writes those alone, but all ranks gather together.
         parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
     parallel.on_main(partial(unfinished.rename, path))
 

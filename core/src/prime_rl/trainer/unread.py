@@ -25,7 +25,7 @@ class Unread(nn.Parameter):
     pieces: list[tuple[Path, Piece]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
-        # A head with a model of its own copies the policy's, which no rank has read yet.
+        # A head with a model of its own copies the policy before any rank has read it.
         copy = memo[id(self)] = of_files(self, self.pieces)
         return copy
 
@@ -61,7 +61,7 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
     """The model of a folder in float32, with its buffers. None if its files don't have each of its
     weights in runs of elements: then it has to be loaded whole."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    # Quantized files have other numbers than the model's weights.
+    # Quantized files do not contain the values of the model's weights.
     if getattr(config, "quantization_config", None) is not None:
         return None
 
@@ -71,7 +71,7 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
     places = {name: path for path in weight_files(folder) for name in opened(path).keys()}  # noqa: SIM118 - not a dict
     tensors = model.state_dict(keep_vars=True)
     pieces: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in tensors}
-    # Reversed: of the names of a tied weight the first one stays.
+    # Reversed, so that the first name of a tied weight wins.
     shared = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for piece in pieces_of(model, {name: tensors[name] for name in shared.values()}):
         path = places.get(piece.name)
@@ -88,7 +88,7 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
-    # transformers would initialize what has no such mark, and these are read later.
+    # transformers initializes parameters without this mark. These get their values later.
     for each in made.values():
         vars(each)["_is_hf_initialized"] = True
     model.initialize_weights()  # buffers that no file has

@@ -73,17 +73,17 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
             flat = values.flatten()
             first = int(flat[0])
             place = bisect(ends, first) - 1
-            # Elements in another order are no piece: their tensor stays whole, below.
+            # Elements in another order are no piece. Their tensor stays whole (below).
             if flat.equal(torch.arange(first, first + len(flat), dtype=torch.int32)):
                 source = sources[place].source
                 width = sources[place].shape[-1:]
-                # Two numbers stand for a row.
+                # Two numbers represent each row.
                 start = (first - ends[place]) // 2 * math.prod(width)
                 pieces[place].append(
                     Piece(name, source, start=start, shape=(*values.shape[:-1], *width))
                 )
 
-    # All pieces of a tensor or none: an engine must get every element.
+    # A tensor is cut into all its pieces or stays whole: engines need every element.
     for each, of_source in zip(sources, pieces, strict=True):
         if sum(math.prod(piece.shape) for piece in of_source) != math.prod(each.shape):
             of_source[:] = [each]

@@ -188,7 +188,7 @@ def _wire_columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[An
     for name, column in micro_batch.streams.items():
         dtype = "<f4" if column.dtype.kind == "f" else "<i4"
         rows = "*" if column.ndim == 2 else ""
-        # Routes stay as small as the engine has sent them: one or two bytes each.
+        # Routes keep the engine's type, one or two bytes each.
         if column.dtype.kind == "u":
             dtype = column.dtype.newbyteorder("<").str
             rows = f"*{column.shape[2]}"

@@ -126,7 +126,7 @@ class FrameSender:
             self._serving += [asyncio.create_task(outbox.watch()) for outbox in self._outboxes]
 
         for outbox, frame in zip(self._outboxes, frames, strict=True):
-            # With this frame the rank has at most `hwm` to read.
+            # With this frame at most `hwm` are unread.
             await outbox.wait(self.hwm - 1)
             await outbox.put(sealed(frame))
 
@@ -140,9 +140,10 @@ class FrameSender:
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await outbox.wait(0)
                 except TimeoutError:
-                    # Each frame read and each beat starts the time again: a step may be long.
+                    # A frame read or a beat restarts the timeout: a step may be long.
                     if (outbox.num_unread, self._last_beat()) != before:
                         continue
+
                     raise WireError(
                         "the trainer has not read its last micro batches from "
                         f"{outbox.address}, and has given no sign of life for "
@@ -170,7 +171,7 @@ class News:
         self._changed = asyncio.Event()
 
     def hear(self, version: int) -> None:
-        # Each announcement has a connection of its own, so an older one may come last.
+        # Announcements use separate connections, so an older one may arrive last.
         self._version = max(self._version, version)
         self._changed.set()
 
@@ -242,7 +243,7 @@ class Outbox:
                 continue
 
             (number,) = asked
-            # What the old connection was sent may be lost, so the frame is sent again on this one.
+            # The frame on the old connection may be lost, so it is sent again on this one.
             if peer != self._peer:
                 self._peer = peer
                 self._sent = -1
@@ -259,7 +260,7 @@ class Outbox:
     async def _answer(self) -> None:
         """Send the next frame, unless this connection has got it."""
         if self._peer and self._unread and self._sent < self._num_read:
-            # Before the await: `put` and `_serve` must not both send the frame.
+            # Set before the await: `put` and `_serve` must not both send the frame.
             self._sent = number = self._num_read
             message = [self._peer, b"%d" % number, self._unread[0]]
             await self._socket.send_multipart(message, copy=False)
@@ -302,7 +303,7 @@ class FrameReceiver:
 
             number, frame = self._socket.recv_multipart(copy=False)
             if int(number.bytes) == self._next:  # otherwise it came on two connections
-                self._next += 1  # which the next request confirms
+                self._next += 1  # the next request confirms it
                 self._ask()
                 return unsealed(frame.buffer)
 
