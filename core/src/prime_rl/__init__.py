@@ -273,7 +273,7 @@ def __getattr__(name: str) -> object:
         globals()[name] = value  # the next access finds it without this function
         return value
 
-    # A module such as `prime_rl.testing`, without an import of its own.
+    # `prime_rl.testing` works without an import statement of its own.
     if _find_spec(f"prime_rl.{name}"):
         return _import_module(f"prime_rl.{name}")
 

@@ -130,7 +130,7 @@ class Rendering:
             turn = self._turn(messages, index, tools)
             following = list(messages[before + 1 : index])
             bridged = None
-            # As in a rollout: the prompt extends the turn before, if the renderer can.
+            # As in a rollout, the prompt extends the previous turn if the renderer can.
             if turns and following:
                 last = turns[-1]
                 bridged = renderer.bridge_to_next_turn(
@@ -179,7 +179,7 @@ class Rendering:
             self._check_calls(messages, index, whole.token_ids, tools)
 
         mask = [False] * len(prompt) + self._sampled(whole, len(prompt))
-        # Up to the last sampled token: what the renderer writes behind it trains nowhere.
+        # The turn ends with its last sampled token: the policy samples nothing behind it.
         end = 1 + max(
             (place for place, is_sampled in enumerate(mask) if is_sampled), default=len(prompt) - 1
         )

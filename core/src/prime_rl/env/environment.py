@@ -122,7 +122,7 @@ def contained() -> Iterator[None]:
     Ctrl-C is no ``KeyboardInterrupt`` here: asyncio cancels the main task."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
-    # Once per loop, or factories would pile up.
+    # The factory is set once per loop: nested calls must not wrap it again.
     if not isinstance(before, ContainingFactory):
         loop.set_task_factory(ContainingFactory(before))
 
@@ -261,7 +261,7 @@ class Environment:
         try:
             results = self._read(await playing, model)
         except BaseException as error:  # an environment may fail in any way
-            # Ours are an interrupt, and a cancellation of this task. Any other error is the env's.
+            # An interrupt and a cancellation of this task are ours. Any other error is the env's.
             if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
                 raise
 
@@ -281,7 +281,7 @@ class Environment:
         cache_salt: str | None,
         seed: int | None,
     ) -> Episode:
-        # In the task of this episode, so no other episode sees it.
+        # This context variable is set in the episode's own task, so no other episode sees it.
         on_overlong.set(self.settings.on_overlong)
         context = self._context(model, sampling, salt=cache_salt, seed=seed)
         return await self._episode(example, context)
@@ -322,7 +322,7 @@ class Environment:
             "cache_salt": salt,  # verifiers moves it to the top level of the engine's request
         }
         known = {key: value for key, value in values.items() if value is not None}
-        # A key of core's wins over `extra_body`.
+        # Core's own keys override `extra_body`.
         config = self._vf.SamplingConfig(**{**sampling.extra_body, **known})
         client = self._client(model)
         return self._vf.ModelContext(model=model.name, client=client, sampling=config)

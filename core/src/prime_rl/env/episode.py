@@ -261,7 +261,7 @@ class RolloutResult:
             if tool.type == "function"
         ]
         wire = [{"type": "function", "function": function} for function in functions]
-        # Through JSON, as a file of rollouts has them.
+        # The round trip through JSON gives the form that a file of rollouts has.
         plain: list[dict[str, Any]] = json.loads(readable(json.dumps(wire, ensure_ascii=False)))
         return plain
 

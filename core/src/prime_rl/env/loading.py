@@ -343,7 +343,7 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     seats = _seat_defaults(config_class)
 
     harness = settings.harness
-    # Equal ids: the taskset brings a harness of its own.
+    # verifiers gives the taskset's own id if the taskset brings a harness.
     if harness is None and default_harness_id(settings.id) != settings.id:
         harness = _default_harness(settings)
 
@@ -365,7 +365,7 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
                 f"such as {{max_turns = 2}}, got {args!r}"
             )
 
-        # What the user sets wins over ours.
+        # The user's settings override ours.
         table[name] = _seat_table(settings, default, harness) | dict(args)
         if settings.past is not None and name in settings.past_agents:
             table[name] |= _past_seat(settings, settings.past)

@@ -131,7 +131,7 @@ def result_of(
     # A node has no number of its own: its place in the trace counts.
     index = {id(node): position for position, node in enumerate(trace.nodes)}
     usage = (0, 0)
-    # Only messages were exchanged: the server alone has counted their tokens.
+    # Without token ids, only the server's own counts are known.
     if trace.usage is not None and not any(node.token_ids for node in trace.nodes):
         usage = trace.num_input_tokens, trace.usage.completion_tokens
 
@@ -230,7 +230,7 @@ def _fault_of_logprobs(values: Any, number: int) -> str | None:
             f"{number} sampled tokens"
         )
 
-    # What float32 cannot hold becomes inf, and is refused.
+    # A number beyond float32 becomes inf, which is refused.
     with np.errstate(over="ignore"):
         narrow = logprobs.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(narrow) | (narrow > LARGEST_LOGPROB))
@@ -379,7 +379,7 @@ def _saved_size(result: RolloutResult) -> int:
         "tools": result.tools,
     }
 
-    # At the depth that it has in the file: what is nested too deeply cannot be read.
+    # The value is tested at the depth that it has in the file: deep nesting cannot be decoded.
     for _ in range(FILE_DEPTH):
         saved = [saved]
     encoded = msgspec.msgpack.encode(saved, enc_hook=_text_or_list)
@@ -387,7 +387,7 @@ def _saved_size(result: RolloutResult) -> int:
     read: Any = msgspec.msgpack.decode(encoded)
     for _ in range(FILE_DEPTH):
         (read,) = read
-    # Types that msgpack changes, such as the keys of a table, show here.
+    # Values whose type the file changes, such as the keys of a table, fail here.
     msgspec.convert(read, _Saved)
     return len(encoded)
 
@@ -542,17 +542,17 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
     left to train have none."""
     seen: set[int] = set()
     samples = []
-    # In the order of time: a token trains in the first branch that has it.
+    # Branches are sorted by time: a token trains in the first branch that has it.
     for branch in sorted(branches, key=_first_turn):
         if not branch.trainable:
             continue
 
-        # A message that an earlier sample has is a repeat in this one.
+        # A message of an earlier sample is a repeat in this one.
         repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
         mask = np.asarray(branch.sampled_mask, np.bool_) & ~repeats
         if mask.any():
             samples.append(_sample(branch, mask, repeats=repeats, temperature=temperature))
-            # Only of a branch that trains: what no sample has is no repeat.
+            # Only messages that a sample has count as seen.
             seen.update(branch.node_ids)
 
     return samples

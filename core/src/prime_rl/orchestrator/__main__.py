@@ -102,7 +102,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         if terminated.is_set():
             return ENDED
 
-        # Nothing of ours has cancelled the task.
+        # The cancellation came from inside: no signal and no stop caused it.
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1
@@ -233,7 +233,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         await stack.enter_async_context(env.environment)
 
     for env in envs:
-        # Before `setup`: a part whose set-up fails is closed too.
+        # `close` is registered first, so a part whose `setup` fails is closed too.
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup(env.host)
@@ -253,7 +253,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         stack.push_async_callback(observer.close)  # also if its set-up fails
         await observer.setup()
 
-    # Last, so that all of this happens while the engines start.
+    # This wait comes last, so that the set-up above runs while the engines start.
     await _wait_for_models(stack, run, engines=engines, envs=envs)
     return orchestrator
 

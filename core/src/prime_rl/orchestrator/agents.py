@@ -161,7 +161,7 @@ async def score_rollout(self: AgentAlgorithms, rollout: Rollout) -> None:
 
 @hookimpl
 def observation_weights(self: AgentAlgorithms, rollout: Rollout) -> Any:
-    # A rollout is of one agent, so of one part.
+    # A rollout belongs to one agent, so only one part answers.
     for hooks, _ in self.shares([rollout]):
         return hooks.observation_weights(rollout)
     return None

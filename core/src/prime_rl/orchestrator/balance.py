@@ -51,7 +51,7 @@ def spread(
     # The costliest first (Graham 1969), to the bin with the least work that has room.
     for index in sorted(samples, key=lambda i: -work[i]):
         passed = []
-        # Bins with less work and no room come back after this sample.
+        # Bins without room for this sample are put back after it.
         while heap and heap[0][2] < lengths[index]:
             passed.append(heappop(heap))
         if not heap:

@@ -215,7 +215,7 @@ def leave_out_replayed(rollout: Rollout, branch: Branch) -> None:
         if len(sample) > first.end and np.array_equal(sample.token_ids[: first.end], whole):
             # The prefix trains in the parent.
             sample.is_repeat = np.arange(len(sample)) < first.end
-        # So do replies that were read from its record.
+        # Replies that were read from the record train in the parent too.
         for token_ids, begin in branch.replayed:
             end = len(token_ids)
             if len(sample) >= end and np.array_equal(sample.token_ids[:end], token_ids):
@@ -234,6 +234,6 @@ def seed_of(run_seed: int, prefix: Prefix, number: int) -> int:
         *(run_seed, parent.env, parent.group_id, parent.episode_id),
         *(prefix.sample, prefix.end, number),
     )
-    # Not `hash`, which differs between processes.
+    # The built-in `hash` of a text differs between processes.
     digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 2**31

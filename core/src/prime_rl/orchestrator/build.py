@@ -90,7 +90,7 @@ def build_orchestrator(
     run = shared.run
     engines = shared.engines
 
-    # Envs with `measure_every` train nothing: the trainer measures their loss.
+    # Envs with `measure_every` do not train: the trainer only measures their loss.
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
 
@@ -127,7 +127,7 @@ def build_orchestrator(
     buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
     compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
-    # Where nothing compares siblings, no rollout has to wait for them.
+    # Rollouts of an env in which nothing compares siblings are handed on alone.
     alone = frozenset(env.name for env in envs if not compared[env.name])
 
     host = ObserverHost(
@@ -174,9 +174,9 @@ def build_orchestrator(
         *([Measurement(run, measured)] if measured else []),
     ]
 
-    # Only now, because it is one of them.
+    # `checkpointing` is an observer itself, so it gets the list afterwards.
     checkpointing.observers = observers
-    # It runs in the trainer. Here it only says how the rows have to be packed.
+    # The optimizer runs in the trainer. Here it only tells how rows have to be packed.
     optimizer = make_optimizer(
         run.config.trainer.optim, load_plugins(TRAINER_GROUP, disabled=run.config.plugins.disabled)
     )
@@ -201,7 +201,7 @@ def build_orchestrator(
         *(env.environment.take_metrics for env in envs),
     ]
 
-    # Last, because each part that has state exists now.
+    # The state is restored last, when every part exists.
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(
@@ -223,14 +223,14 @@ def compared_by(
     handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
     group, and where no group is left to divide."""
     of_all = [f"filter {name!r}" for name in buffer.group_filters]
-    # With neither method a sampler sees no groups.
+    # A sampler sees groups through these two methods only.
     if _overrides(sampler, Sampler, "observe", "reject"):
         of_all.append(f"sampler {sampler.name!r}")
 
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
-            # It observes the groups of all envs, so all of them wait for siblings.
+            # The source observes the groups of all envs, so all envs wait for siblings.
             of_all.append(f"the source of env {env.name!r}")
 
     partial = run.config.orchestrator.partial_groups
@@ -348,7 +348,7 @@ def build_engines(run: RunContext) -> Engines:
         if name == "ema":
             # The average changes with each version, the reference only when it is reset.
             earlier[name] = follows(folder=AVERAGES, version=version, interval=1)
-        # Otherwise it never changes: `EnvHost.initial` treats it as a frozen model.
+        # Without a reset the weights never change, and `EnvHost.initial` has a frozen model.
         elif name == "initial" and (reset is not None or reference):
             interval = None if reset is None else reset.interval
             earlier[name] = follows(folder=REFERENCES, version=reference, interval=interval)
@@ -479,7 +479,7 @@ def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
             check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
 
     source = build_source(shared, env, environment)
-    # What is registered last runs first: the algorithm, before the env's hooks and the plugins.
+    # The last registered plugin runs first, so the algorithm runs before the env's hooks.
     env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
 
     limits = None
@@ -557,7 +557,7 @@ def _environment(
         past=endpoint,
     )
 
-    # A number of the env's own counts, also 0.
+    # The env's own number overrides the shared one, even if it is 0.
     shared_number = shared.run.config.orchestrator.env_workers
     if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
         return Environment(settings)
@@ -584,7 +584,7 @@ def build_sampler(
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
     known = [
-        # What may change during the run is a function.
+        # Functions stand for values that change during the run.
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,

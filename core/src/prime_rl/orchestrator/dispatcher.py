@@ -251,7 +251,7 @@ class Dispatcher:
         groups = self._open | self._chosen
         waiting: list[RequestedGroup] = []
         alone: dict[int, RequestedGroup] = {}
-        # In the order in which they were chosen, so that a resumed run opens them in that order.
+        # Groups are saved in the order of choice, so that a resumed run opens them in that order.
         for group in (groups[number] for number in self.admission.tickets.all):
             again = RequestedGroup(group.group_id, group.env.name, group.example_id)
             if group.env.name in self.alone:
@@ -401,7 +401,7 @@ class Dispatcher:
             return
 
         self.rate_limited = None
-        # First, because the limit follows what it measures.
+        # `measure` comes first, because the limit depends on its results.
         self.admission.measure(self._engines.policy.version, self._clock())
 
         limit = self.limit
@@ -422,7 +422,7 @@ class Dispatcher:
         while self.room() > 0:
             env, example_id = self._next_group()
             groups = self._choose(self._opened, env, example_id)
-            # The next group's id.
+            # `_opened` is also the id of the next group.
             self._opened += 1
 
             for group in groups:
@@ -506,7 +506,7 @@ class Dispatcher:
 
         # A stopped member was subtracted when it was stopped.
         self._inflight -= not is_stopped
-        # Also if it was stopped: it has ended by itself before its cancellation came through.
+        # A stopped member counts too: it ended before its cancellation took effect.
         self.counts["failed" if rollouts is None else "finished"] += 1
         self.admission.pace.count(self._inflight, self._clock())
         if is_stopped:
@@ -547,7 +547,7 @@ class Dispatcher:
         while group.num_judged < len(group.requested) and group.num_judged in group.members:
             group.num_judged += 1
             wanted = self._wanted(group)
-            # Those that were judged stay, since the plugin has decided by them.
+            # Members that were judged stay, because the plugin's decision rests on them.
             self._resize(group, min(max(wanted, group.num_judged), limits.size))
 
     def _resize(self, group: OpenGroup, size: int) -> None:
@@ -566,7 +566,7 @@ class Dispatcher:
         for number in ended:
             del group.members[number]
 
-        # By its absence from `tasks`, `_member` knows that it is not waited for any more.
+        # `_member` recognizes a stopped member by its absence from `tasks`.
         stopped = [number for number in group.tasks if number >= size]
         tasks = {group.tasks.pop(number): group.env.name for number in stopped}
         for task in tasks:

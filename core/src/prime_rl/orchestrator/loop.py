@@ -144,7 +144,7 @@ class Orchestrator:
 
         frames = self.packer.pack(batch)
 
-        # Colocated engines sleep from here on: the trainer needs their GPUs for this batch.
+        # Colocated engines go to sleep here: the trainer needs their GPUs for this batch.
         for observer in self.observers:
             await observer.batch_leaves(batch.step)
 
@@ -162,7 +162,7 @@ class Orchestrator:
 
         try:
             await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
-            # Work that is done in the same moment keeps its result.
+            # If both are done at the same moment, the result of the work counts.
             if task.done():
                 return task.result()
 

@@ -214,7 +214,7 @@ def pack_ranks(
                 f"row holds {capacity}. Raise trainer.micro_batch_tokens, or lower seq_len."
             )
 
-    # Also for several ranks: the number of these rows is how many they share.
+    # Several ranks need these rows too: their number is what the ranks share.
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
 
@@ -357,7 +357,7 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
-        # Remembered beyond this batch, because the two envs may not meet in one.
+        # `_rows` outlives the batch, because the two envs may never meet in one batch.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():
@@ -417,7 +417,7 @@ def batch_frames(
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
         minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
-        # Rows of one env each, for an optimizer that weighs the gradients of envs.
+        # An optimizer that weighs envs needs rows of a single env.
         for each in _by_env(minibatch) if one_env_per_row else [minibatch]:
             packed = pack_ranks(
                 each, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -425,7 +425,7 @@ def batch_frames(
             for rank, rows in zip(ranks, packed, strict=True):
                 rank += [replace(row, minibatch=number) for row in rows]
 
-    # In rows that are marked: the trainer computes their loss after the step.
+    # Measured samples get rows of their own: the trainer computes their loss after the step.
     if measured is not None:
         packed = pack_ranks(
             measured, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -446,7 +446,7 @@ def _by_env(packing: BatchToPack) -> list[BatchToPack]:
         mine = pieces.setdefault(env, [])
         first = len(mine)
         mine += [packing.pieces[index] for index in bundle]
-        # Indices count from 0 in the pieces of each env.
+        # Each env has its own list of pieces, so the indices of its bundles start at 0.
         bundles.setdefault(env, []).append([*range(first, len(mine))])
 
     return [replace(packing, pieces=pieces[env], bundles=bundles[env]) for env in sorted(pieces)]

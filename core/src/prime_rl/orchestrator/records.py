@@ -104,7 +104,7 @@ def _record(
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
     samples = []
     for sample in row["samples"]:
-        # Views of the file's bytes, so they are read-only.
+        # The columns are views of the file's bytes, so they are read-only.
         columns = {
             name: np.frombuffer(data, dtype).reshape(-1, *more)
             for name, (dtype, data, *more) in sample["columns"].items()

@@ -107,7 +107,7 @@ class Sampling(Observer):
                     if self.dispatcher.arrivals.empty():
                         self.report()
 
-                    # As the wait begins: its seconds are counted under this name.
+                    # The cause is read before the wait: its seconds count under this name.
                     awaited = self.waits_for
                     started = time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
@@ -159,7 +159,7 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
             env.source.settled(rollouts, rejected)
 
-        # After `add`: the buffer has to count this group before further ones may open.
+        # `taken` may open groups, so the buffer must count this one before.
         self.dispatcher.taken(group)
 
     async def score_batch(self) -> None:
@@ -212,7 +212,7 @@ class Sampling(Observer):
         )
 
         try:
-            # Cut before it is scored: an algorithm may put its credit at the last token.
+            # Rollouts are cut before scoring: an algorithm may put its credit on the last token.
             rollouts = self._cut(group.env, await group.env.source.produce(request))
             for rollout in rollouts if group.env.limits else ():
                 rollout.policy_version = group.policy_version
@@ -246,7 +246,7 @@ class Sampling(Observer):
         """How many members an open group shall have, by those that it has judged so far."""
         env = group.env
         assert env.limits is not None
-        # In the order of the members, because how long a reply takes must not change the answer.
+        # The plugin sees the first members by number: how long a reply takes must not matter.
         first = range(group.num_judged)
         progress = GroupProgress(
             env=env.name,

@@ -118,14 +118,14 @@ class Sampled(RolloutSource):
         if ask.prepare is not None:
             await ask.prepare(plan)
 
-        # `prepare_rollout` may have lowered the size of the group: it goes without this member.
+        # `prepare_rollout` may have lowered the group size, so that this member is left out.
         if ask.member >= (plan.group_size or ask.member + 1):
             return []
 
         if self._past is None:
             results = await self._episode(ask, plan)
         else:
-            # By the group's version, so that all members meet the same opponent.
+            # The draw depends on the group's version, so all members meet the same opponent.
             if plan.past is None:
                 plan.past = self._past.draw(ask.policy_version)
             async with self._past.at(plan.past):
@@ -239,7 +239,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
 
-        # Without its branches: the samples come from the messages.
+        # The branches are left out, because the samples come from the messages.
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:

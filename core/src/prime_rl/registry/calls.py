@@ -102,7 +102,7 @@ class Call:
             if name == "batches":
                 return f"envs {', '.join(map(repr, value))}"
 
-            # Groups, one group or one rollout: the first rollout says where.
+            # The argument is a list of groups, a group or a rollout: its first rollout tells where.
             while isinstance(value, list | tuple) and value:
                 value = value[0]
             if hasattr(value, "group_id"):
@@ -225,7 +225,7 @@ def _number(number: Any, least: float = -math.inf) -> Any:
 def take_logged() -> list[tuple[str, Any, Any]]:
     """What was logged since the last call."""
     logged = _running.get()[1]
-    # Only what is there now: a plugin's thread may append meanwhile.
+    # A thread of a plugin may append meanwhile: the loop takes what is there now.
     return [logged.popleft() for _ in range(len(logged))]
 
 
@@ -272,7 +272,7 @@ def running(
         if hook:
             RUNNING[id(call)] = call
         yield
-        # Only after a hook that returned: an error of its own says more.
+        # These checks run only if the hook returned: an error of its own tells more.
         if call.dropped:
             raise PluginError(
                 f"the coroutine {call.dropped[0]}() was never awaited, so its body has not run. "
@@ -314,7 +314,7 @@ def running(
         blame(refused, call)
         raise refused.with_traceback(error.__traceback__) from error
     finally:
-        # From here on, what the hook has left behind may write no credit.
+        # Tasks and threads that the hook left behind must not write credit from here on.
         call.ended = True
         RUNNING.pop(id(call), None)
         _running.reset(token)
@@ -378,7 +378,7 @@ def watching_coroutines() -> Iterator[None]:
         name = coroutine.__qualname__
 
         call = CALLER.get()
-        # Dropped in the hook that made it: this call fails. Otherwise the run does.
+        # A coroutine dropped inside its own hook fails that call. Any other ends the run.
         if call is not None and not call.ended and call.package == module.partition(".")[0]:
             call.dropped.append(name)
         elif (entry := _entry_of(module)) is not None:
@@ -389,7 +389,7 @@ def watching_coroutines() -> Iterator[None]:
             before(unraisable)
 
     with warnings.catch_warnings():
-        # As an error the warning reaches `unraisablehook`, which gets the coroutine too.
+        # A warning that is an error reaches `unraisablehook`, which also gets the coroutine.
         message = "coroutine .* was never awaited"
         warnings.filterwarnings("error", message=message, category=RuntimeWarning)
         sys.unraisablehook = look
@@ -468,7 +468,7 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         try:
             wrapper.throw(error)
         except StopIteration:
-            # It has caught the error, and returned.
+            # StopIteration: the wrapper caught the error and returned.
             if not isinstance(error, Exception):  # a cancelled run
                 raise error from None
 

@@ -166,7 +166,7 @@ class Components:
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""
         tables = {**self.tables, "rl": table or LossTable()}
-        # Not a copy of what was made: each loss follows some keys of the rl table.
+        # Losses that were made before are made again: they follow some keys of the rl table.
         losses = Components(tables, self.installed, self.heads)
         component = losses._component("rl", type(loss), settings=loss.config)
         losses.made["rl"] = replace(component, instance=loss)
@@ -308,12 +308,12 @@ def installed_losses() -> Components:
     """Every installed loss and head with default settings; rl is any loss of contract 1."""
     hooks = load_plugins(TRAINER_GROUP)
     heads = {
-        # Not validated, because here no table sets what has no default.
+        # No validation: a required setting has no value here.
         name: each.cls(each.cls.config_class.model_construct())
         for name, each in collect(hooks, HEAD).items()
     }
     installed = collect(hooks, LOSS)
-    # Such a loss is refused without a constant. Which one does not matter here.
+    # A loss that is divided by a constant is refused without one. Its value does not matter here.
     tables = {
         name: LossTable(constant=1.0)
         for name, each in installed.items()

@@ -42,7 +42,7 @@ class Guard:
     """The rollouts of one call of a scoring hook."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        # Copies of the lists, from which a hook may remove samples.
+        # The lists are copied, because a hook may remove samples from them.
         self._before = [(rollout, [*rollout.samples]) for rollout in rollouts]
 
     def check(self) -> None:

@@ -145,7 +145,7 @@ def _import(path: str, module: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        # The module or a package around it is missing, and not one that it imports.
+        # The missing module is this one or a parent package, not something that it imports.
         if absent is not None and f"{module}.".startswith(f"{absent}."):
             raise ConfigError(
                 f"import_path {path!r}: there is no module {absent!r}, neither installed nor in "
@@ -158,7 +158,7 @@ def _import(path: str, module: str) -> Any:
             f"{type(error).__name__}: {str(error).removesuffix('.')}. Fix it."
         ) from error
     finally:
-        # The one that was added: the folder may be there twice.
+        # The last entry is removed: the folder may have been on the path before.
         del sys.path[-1 - sys.path[::-1].index(here)]
 
 

@@ -224,14 +224,15 @@ async def _call_async(
     implementation and 5 with one; a rollout has two calls, and its group one."""
     guard = Guard(rollouts)
     with ExitStack() as wrappers:
-        # pluggy lists what it calls last first.
+        # pluggy lists implementations in reverse order of the calls.
         for impl in reversed(hook.get_hookimpls()):
             values = [arguments[name] for name in impl.argnames]
             function: Callable[..., Any] = impl.function
             call = running(_name(impl), hook=hook.name, owner=impl.plugin, arguments=arguments)
 
             if impl.wrapper:
-                # Left in reverse: the wrapper ends, its rollouts are checked, its errors are named.
+                # The exits run in reverse: the wrapper ends, the check runs, errors get their
+                # plugin.
                 wrappers.enter_context(call)
                 wrappers.enter_context(guard.checked())
                 wrappers.enter_context(contextmanager(passing_on)(function(*values)))
@@ -332,7 +333,7 @@ def disabled_names() -> list[str]:
 
 def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
-    # First, because errors of `register` name the source.
+    # The source is stored first, because errors of `register` name it.
     hooks.sources[entry.name] = source
     try:
         plugin = entry.load()

@@ -200,7 +200,7 @@ def _declared(base: Any) -> Mapping[str, tuple[Any, ...]]:
 def _own_members(cls: type[Any], base: Any) -> Iterator[tuple[str, Any]]:
     """Public members of the class and of its bases below ``base``."""
     for each in cls.__mro__:
-        # `base`, and what it derives from.
+        # `base` itself and its bases are not the plugin's own.
         if issubclass(base, each):
             continue
         for name, member in vars(each).items():
@@ -236,7 +236,7 @@ def _required(base: Any) -> tuple[str, ...]:
         member = inspect.getattr_static(base, name)
         code = getattr(getattr(member, "fget", member), "__code__", None)
         is_public = not name.startswith("__") or name == "__call__"
-        # A method that raises this error is declared, and not implemented.
+        # A method whose code only raises this error is declared, not implemented.
         if is_public and "NotImplementedError" in getattr(code, "co_names", ()):
             names.append(name)
     return tuple(names)

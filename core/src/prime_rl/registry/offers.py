@@ -579,7 +579,7 @@ def construct(cls: type[AnyOffer], settings: PluginConfig, *more: Any) -> AnyOff
 def _check_made(made: Offer) -> None:
     """Raises ``PluginError`` for an attribute of an instance that nothing would read."""
     base = next(kind.base for kind in KINDS if isinstance(made, kind.base))
-    # Attributes that `__init__` sets exist only now.
+    # Attributes that `__init__` sets can only be checked on an instance.
     problem = missing(type(made), base) or misspelt_attribute(made, base)
     if problem:
         error = PluginError(problem)

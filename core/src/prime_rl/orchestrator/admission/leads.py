@@ -136,9 +136,9 @@ class Leads:
         least = float(self.least_step.intervals(training, version)[0].mean())
         wanted = {env: min(self.by_durations.get(env, 1.0), self._most) for env in self.durations}
         for env, lead in wanted.items():
-            # At a limit, a larger margin would change nothing.
+            # A lead at its limit does not depend on its margin, so the margin stays.
             if lead <= self.reach.limit and lead < self._most:
-                # For groups of any env, and for those of this one.
+                # The trainer waited for groups of any env, or for groups of this one.
                 starved = pace.last_starved.get(None, 0.0) + pace.last_starved.get(env, 0.0)
                 starved -= pace.last_made_up
                 margin = self.margins.get(env, MARGIN) + GAIN * (starved / least - PRICE)
@@ -260,7 +260,7 @@ class Leads:
         """Where a batch counts tokens, the number follows from the shares of the envs."""
         total = self._chosen_members.total()
         if not total:
-            # Nothing was chosen yet: the estimate for an env that has not been seen.
+            # Before the first choice, the estimate is that of an env without any rollout.
             return self._batch_size / self._unit("")
         places = sum(n * self._unit(env) for env, n in self._chosen_members.items())
         return self._batch_size * total / places

@@ -114,7 +114,7 @@ class Pace:
     def version_served(self, version: int, now: float) -> None:
         """The trainer has made ``version`` out of the batch of that number."""
         if self._version is not None and version > self._version:
-            # Engines skip versions, so the seconds may be those of several steps.
+            # Engines may skip versions, so the elapsed time is divided by the number of steps.
             steps = version - self._version
             # The trainer began when the version before was there, and the batch too.
             began = max(self._served_at, self._sent_at.get(version, self._served_at))
@@ -146,7 +146,7 @@ class Pace:
         elif before.cause == "held" and elapsed:
             env = before.env or ""
             self.held[env] = self.held.get(env, 0.0) + elapsed
-            # Had these steps been shorter, the trainer would have been held for this group anyway.
+            # If these steps had been shorter, the wait for this group would be longer.
             for version in [each for each in self._not_made_up if each > before.version]:
                 self._made_up += self._not_made_up.pop(version)
 

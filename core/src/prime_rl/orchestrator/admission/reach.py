@@ -194,7 +194,7 @@ class Reach:
         # The run may have changed since the last trial, or in the middle of it.
         pays = self._failed is not None and block.exceeds(self._failed, 1.0 / (1.0 - PAYS))
         if pays or (self._result is not None and block.differs(self._result)):
-            # What earlier trials found no longer holds.
+            # The results of earlier trials no longer hold.
             self._result = None
             self._hold = 0
 
@@ -232,7 +232,7 @@ class Reach:
 
     def _choose(self, block: Judged, lead: float, load: Load) -> None:
         """The limit of the next block."""
-        # Little is left in flight, or no more is allowed: a longer lead can queue nothing.
+        # Few rollouts are in flight, or their limit is reached: a longer lead cannot make a queue.
         if load.is_starved and (load.has_room or load.is_limited):
             self._hold = 0
             self._set(inf, lead)
@@ -245,7 +245,7 @@ class Reach:
 
         if load.is_starved and lead > self.limit and not self._falls:
             trial = self._more * self.limit
-        # The trainer lacks batches although groups queue: a shorter lead may cost nothing.
+        # The trainer waits although groups queue, so a shorter lead may cost nothing.
         elif (
             has_no_batch
             and reached > 1.0 + LITTLE
