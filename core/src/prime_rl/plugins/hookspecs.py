@@ -232,9 +232,10 @@ async def score_envs(batches: Mapping[str, Sequence[Group]]) -> None:
     """Score a batch over several envs: one mean and deviation for all of them, for example.
 
     Envs share a call if their algorithms are of one class with equal settings. Each such set is
-    called once per batch, after ``score_batch`` of each of its envs. The first of them in the config
-    is called, and its algorithm keeps the state of the set. ``batches``: one for each env, in the order of the config, what
-    ``score_batch`` of that env got; an env without a rollout in the batch is missing.
+    called once per batch, after ``score_batch`` of each of its envs. The first of them in the
+    config is called, and its algorithm keeps the state of the set. ``batches``: one for each env,
+    in the order of the config, what ``score_batch`` of that env got; an env without a rollout in
+    the batch is missing.
 
     Implement it in an algorithm. In the package of an env it would also see the rollouts of the
     other envs.

@@ -119,6 +119,7 @@ class Component:
     def needs(self) -> frozenset[str]:
         """The computed columns that it, its heads, its scope or its divisor take."""
         units = {self.unit, f"{self.scope}s", f"{self.whole}s"} & {"rollouts", "groups"}
+        # `HeadInputs.rollouts` tells the rollouts of a group apart.
         if any(head.scope == "group" for head in self.read_heads):
             units.add("rollouts")
         # The column of "rollouts" is `rollout_ids`, that of "groups" `group_ids`.
