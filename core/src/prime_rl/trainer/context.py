@@ -137,6 +137,7 @@ def heads_for_tokens(column: Tensor) -> Tensor:
     heads of all tokens."""
     _, heads, tokens, size = column.shape
     parts = num_parts()
+    # Rank i gets the i-th part of the heads, from each rank those of its tokens.
     by_rank = column[0].reshape(parts, heads // parts, tokens, size)
     # [parts, H / parts, U / parts, D]: tokens by rank
     received = parallel.exchange(by_rank, _group)
@@ -147,6 +148,7 @@ def tokens_for_heads(output: Tensor) -> Tensor:
     """[1, U, H / parts, D], this rank's heads of all tokens -> [1, U / parts, H, D]."""
     _, tokens, heads, size = output.shape
     parts = num_parts()
+    # Back: rank i gets the i-th part of the tokens, from each rank its heads.
     by_rank = output[0].reshape(parts, tokens // parts, heads, size)
     received = parallel.exchange(by_rank, _group)  # [parts, U / parts, H / parts, D], by rank
     return received.transpose(0, 1).reshape(1, tokens // parts, parts * heads, size)

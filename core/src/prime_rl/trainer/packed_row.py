@@ -106,6 +106,7 @@ def make_row(
     """Sort the sequences by length and move them over, for a model that computes them by
     ``packing``. ``with_ends``: a head reads the states at the ends of sequences. ``with_routes``:
     the experts of the sampler are replayed."""
+    # Descending lengths: `batch_sizes` relies on them.
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     # [T]: where each token of the row lies in the micro batch.
@@ -115,7 +116,7 @@ def make_row(
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
+    positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]  # [T]
 
     shares = _shares(micro_batch, tokens, sequence_ids=sequence_ids, device=device)
     trained = _union([each.tokens for each in shares.values()])

@@ -114,6 +114,7 @@ class Packing:
                 # -1: the routers decide at padding, and nothing reads the result.
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
                 replayed = padded_routes(of_batch.flatten(0, 1))
+
             with replayed, among_padding(present.flatten()):
                 padded = decode(model, pad_sequence(batch, batch_first=True))
             states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]

@@ -129,6 +129,7 @@ class Broadcaster:
             self._writer.submit(self._version)
             return 0.0  # the writer's thread announces it
         if parallel.rank() == 0:
+            # The marker first: the orchestrator looks for it when it hears of the version.
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
             self._is_there(self._version)
@@ -197,6 +198,7 @@ class Broadcaster:
     def _mark(self) -> None:
         directory = self._publisher.path(self._version)
         directory.mkdir(parents=True, exist_ok=True)
+        # Engines see by it that the version has no files yet (`only_in_memory`).
         (directory / MEMORY).touch()
 
     def _check_values(self) -> None:
