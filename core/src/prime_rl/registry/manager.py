@@ -231,8 +231,7 @@ async def _call_async(
             call = running(_name(impl), hook=hook.name, owner=impl.plugin, arguments=arguments)
 
             if impl.wrapper:
-                # The exits run in reverse: the wrapper ends, the check runs, errors get their
-                # plugin.
+                # The exits run in reverse: the wrapper, the check, the blame for an error.
                 wrappers.enter_context(call)
                 wrappers.enter_context(guard.checked())
                 wrappers.enter_context(contextmanager(passing_on)(function(*values)))
