@@ -216,7 +216,8 @@ class TrainerConfig(PluginTable):
     by the two, which is most of a mixture's ``mismatch_kl``. Decoder blocks are not compiled."""
     expert_load: bool = False
     """For a mixture of experts: metrics of how evenly tokens are spread over the experts
-    (``router/load/...``). Decoder blocks are not compiled."""
+    (``router/load/...``), and how often each expert of each layer was chosen
+    (``expert_load.jsonl``). Decoder blocks are not compiled."""
     balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """For a mixture of experts: this times the mean of ``router/balance`` is added to the loss, so
     that routers choose experts equally often. 0: not. Includes ``expert_load``."""

@@ -1,4 +1,4 @@
-"""How evenly a mixture's tokens are spread over its experts: metrics, and a loss that evens it out.
+"""How a mixture's tokens are spread over its experts: metrics, and a loss that evens it out.
 
 For U tokens of a mixture with E experts, k per token::
 
@@ -13,7 +13,11 @@ times the mean of it over mixtures and the step's tokens is added to the loss. D
    layer. Where documents are computed apart they are those of a call.
 2. The value is not in ``loss/mean``. The gradient enters where the router's choice leaves it.
 3. With ``router_replay`` f counts the experts that were taken: those of the sampler.
-4. A token counts as often as it is computed: a shared prompt once. Padding does not count.
+4. A token counts once for each sequence that it is of, also where a prompt that several share is
+   computed once. Padding does not count.
+
+    rows of an optimizer step -> choices of this rank -> ``end_step``: of all ranks
+    all steps of the batch    -> ``metrics`` of each layer, and ``num_choices`` of each expert
 
 A probability is what the router ranks experts by, if it is one (a softmax), else the softmax of it.
 Routers whose bias balances them (DeepSeek V3, GLM) rank by another number: ``trainer.balance_loss``
@@ -22,9 +26,12 @@ refuses them, and ``trainer.expert_load`` counts their choices without a balance
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +40,8 @@ from prime_rl.errors import ConfigError
 from prime_rl.trainer import context, parallel
 from prime_rl.trainer.routes import Mixture
 
+LOADS = "expert_load.jsonl"
+"""File of the run with the choices of each expert, step by step."""
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers of routers that are balanced by a bias."""
 
@@ -53,9 +62,9 @@ def check_routers(model: nn.Module, key: str) -> None:
 
 
 class ExpertBalance:
-    """Of the rows of one batch, on one rank. ``coefficient``: of the loss; 0 only counts.
-    ``num_tokens``: of the optimizer step, over all ranks; set before each. ``has_biases``: of
-    routers, whose choices alone are counted."""
+    """Of the rows of one batch. ``coefficient``: of the loss; 0 only counts. ``num_tokens``: of the
+    optimizer step, over all ranks; set before each. ``has_biases``: of routers, whose choices alone
+    are counted."""
 
     def __init__(
         self,
@@ -67,13 +76,26 @@ class ExpertBalance:
         self.coefficient = coefficient
         self.has_biases = has_biases
         self.num_tokens = 1
-        self._num_mixtures = len(mixtures)
-        numbers = torch.zeros((), device=device)
-        self._counts = [numbers.new_zeros(each.num_experts) for each in mixtures]
+        self.layers = [mixture.layer for mixture in mixtures]
+        """Of each mixture."""
+        shape = (len(mixtures), mixtures[0].num_experts)
+        self.num_choices: npt.NDArray[np.int64] = np.zeros(shape, np.int64)
+        """[mixtures, E] choices of each expert, over all ranks and the optimizer steps so far."""
+        self._balance_sums = np.zeros(len(mixtures))
+        self._num_counted = 0
+        """Tokens."""
+        # In float32 a count would stop at 2^24.
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Of an optimizer step, on this rank."""
+        num_mixtures, num_experts = self.num_choices.shape
+        self._counts = [self._zero.new_zeros(num_experts) for _ in range(num_mixtures)]
         """[E] choices, by mixture."""
-        self._balance = [numbers for _ in mixtures]
+        self._balance = [self._zero for _ in range(num_mixtures)]
         """The sum over calls of tokens times balance, 0-dim, by mixture."""
-        self._tokens = numbers
+        self._tokens = self._zero
 
     def watch(
         self,
@@ -81,18 +103,18 @@ class ExpertBalance:
         scores: Tensor,
         chosen: Tensor,
         values: Tensor,
-        present: Tensor | None,
+        num_owners: Tensor | None,
         again: bool,
     ) -> Tensor:
         """``values`` [U, k], the scores of the experts ``chosen`` [U, k] among ``scores`` [U, E],
-        with the gradient of the loss. ``present`` [U] bool: the tokens that are not padding; None:
-        all. ``again``: the call has been counted. Every rank of a row calls this."""
+        with the gradient of the loss. ``num_owners`` [U]: how often a token counts, 0 for padding;
+        None: once. ``again``: the call has been counted. Every rank of a row calls this."""
         trains = bool(self.coefficient) and torch.is_grad_enabled()
         if again and not trains:
             return values
 
         ones = torch.ones_like(chosen[:, 0], dtype=torch.float32)
-        weights = ones if present is None else present.float()  # [U]
+        weights = ones if num_owners is None else num_owners.float()  # [U]
         of_choices = weights[:, None].expand_as(chosen).flatten()
         counts = ones.new_zeros(mixture.num_experts)
         counts = counts.scatter_add_(0, chosen.flatten(), of_choices)
@@ -118,34 +140,59 @@ class ExpertBalance:
             return values
 
         with_gradient: Any = _WithGradient.apply
-        scale = self.coefficient / (self.num_tokens * self._num_mixtures)
+        scale = self.coefficient / (self.num_tokens * len(self.layers))
         attached: Tensor = with_gradient(values, balance, scale)
         return attached
 
-    def metrics(self) -> dict[str, float]:
-        """Over all ranks: the choices of the most and of the least chosen expert of any mixture,
-        relative to equal ones, and the mean balance, unless routers have a bias. Empty if no
-        row trained. Every rank calls this."""
-        counts = torch.stack(self._counts).double()
-        balance = torch.stack(self._balance).double()
-        flat = torch.cat([counts.flatten(), balance, self._tokens.double()[None]])
+    def end_step(self) -> None:
+        """After the rows of an optimizer step: add up what all ranks have seen. Every rank calls
+        this."""
+        counts = torch.stack(self._counts).flatten()
+        flat = torch.cat([counts, torch.stack(self._balance), self._tokens[None]])
         if parallel.several_ranks():
             dist.all_reduce(flat)
-        numbers = flat.cpu()
-        num_tokens = float(numbers[-1])
-        if not num_tokens:
+        numbers = flat.cpu().numpy()
+        self._begin_step()
+
+        end = self.num_choices.size
+        self.num_choices += numbers[:end].reshape(self.num_choices.shape).astype(np.int64)
+        self._balance_sums += numbers[end:-1]
+        self._num_counted += int(numbers[-1])
+
+    def table(self) -> dict[str, Any]:
+        """The decoder layers with a mixture, and for each the choices of every expert: a row of
+        ``LOADS``."""
+        return {"layers": self.layers, "choices": self.num_choices.tolist()}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the optimizer steps so far, over all ranks. Empty if no row trained.
+
+        By layer: the choices of the most chosen expert, relative to equal ones; the share of
+        experts without any; and the entropy of the shares, relative to that of equal ones. Over all
+        mixtures: the extremes and means of these, and the mean balance, unless routers have a bias.
+        """
+        if not self._num_counted:
             return {}
 
-        counts = numbers[: counts.numel()].view_as(counts)
-        relative = counts / counts.mean(1, keepdim=True)
+        shares = self.num_choices / self.num_choices.sum(1, keepdims=True)
+        num_experts = shares.shape[1]
+        relative = shares * num_experts
+        unused = (shares == 0).mean(1)
+        logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+        entropy = -(shares * logs).sum(1) / math.log(num_experts)
         metrics = {
             "router/load/max": float(relative.max()),
             "router/load/min": float(relative.min()),
-            "router/load/unused": float((counts == 0).double().mean()),
+            "router/load/unused": float(unused.mean()),
+            "router/load/entropy": float(entropy.mean()),
         }
+        for number, layer in enumerate(self.layers):
+            metrics[f"router/load/{layer}/max"] = float(relative[number].max())
+            metrics[f"router/load/{layer}/unused"] = float(unused[number])
+            metrics[f"router/load/{layer}/entropy"] = float(entropy[number])
+
         if not self.has_biases:
-            balance = numbers[counts.numel() : -1]
-            metrics["router/balance"] = float(balance.mean()) / num_tokens
+            metrics["router/balance"] = float(self._balance_sums.mean()) / self._num_counted
         return metrics
 
 

@@ -117,6 +117,8 @@ class BatchUpdate:
         for part in self.plan:
             sums, weighed = self.forward_backward(self.parts[part], self.counts[part])
             norms = self.clip()
+            if self.balance is not None:
+                self.balance.end_step()
             seconds += time.perf_counter() - started  # the norm waited for the device
 
             minibatch = sums.result() | norms | weighed
@@ -406,8 +408,7 @@ class BatchUpdate:
                 for name in sorted({*SHOWN, *sums.reported} & minibatch.keys()):
                     metrics[f"minibatch/{n}/{name}"] = minibatch[name]
 
-        # A batch that only measures has no row on any rank, and no choices to count.
-        if self.balance is not None and any(self.parts):
+        if self.balance is not None:
             metrics |= self.balance.metrics()
         speed = sum(sums.counts.num_tokens for sums in self.sums) / seconds
         return metrics | {
