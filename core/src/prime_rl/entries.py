@@ -81,6 +81,7 @@ def _folders() -> tuple[object, ...]:
             status = os.stat(path or ".")
         except OSError:
             continue
+
         folders.append((path, status.st_ino, status.st_mtime_ns))
 
     return tuple(folders)

@@ -70,6 +70,7 @@ def _fault(proxy: str) -> str:
     parts = _PROXY.fullmatch(proxy)
     if parts is None or int(parts["port"] or 1) not in range(1, 1 << 16):
         return "expected http://HOST:PORT"
+
     try:
         if re.fullmatch(r"[\d.]+|\[.*", parts["host"]):
             ipaddress.ip_address(parts["host"].strip("[]"))
@@ -81,6 +82,7 @@ def _fault(proxy: str) -> str:
         return "" if find_spec("socksio") else "SOCKS needs a package: pip install 'httpx[socks]'"
     if scheme not in ("http", "https"):
         return f"expected a proxy of http, https or socks5, got {scheme}"
+
     return ""
 
 

@@ -35,6 +35,7 @@ def settled(reward: float, scale: float = 1.0) -> float:
     """
     if not isinstance(reward, Real) or isinstance(reward, int) or not math.isfinite(reward):
         return reward  # what is no number is reported where it is used
+
     value = float(reward)
     if (value * 2.0**16).is_integer() or round(value, 12) == value:
         return value

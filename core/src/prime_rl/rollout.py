@@ -296,6 +296,7 @@ class Rollout:
     def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
         """Per sample that repeats tokens: its index, the index of an earlier sample with the same
         tokens, and their number. They come first in both: samples are paths of one tree."""
+        # By message where it is known: two messages may begin with the same tokens.
         columns = [s.token_ids if s.node_ids is None else s.node_ids for s in self.samples]
         for later, sample in enumerate(self.samples):
             length = 0 if sample.is_repeat is None else int(sample.is_repeat.sum())
@@ -314,6 +315,7 @@ class Rollout:
             ids = sample.node_ids
             repeats = sample.is_repeat
             roles = sample.roles
+            # By the best that is known: messages, else roles, else the loss mask.
             parts = next(each for each in (ids, roles, sample.loss_mask) if each is not None)
             cuts = [0, *(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(sample)]
             for start, end in pairwise(cuts):
@@ -323,6 +325,7 @@ class Rollout:
                     reward = self.info.get(TURN_REWARDS, {}).get(str(node))
                     turns.append((node, Turn(index, start, end, role, reward)))
 
+        # Messages are numbered in the order of time.
         return [turn for _, turn in sorted(turns, key=lambda each: each[0])]
 
     def prefix(self, end: int, sample: int = 0) -> Prefix:
@@ -346,6 +349,7 @@ class Rollout:
         numbers; new messages are numbered behind all others."""
         columns = [s.node_ids for s in self.samples if s.node_ids is not None]
         behind = 1 + max((int(column.max()) for column in columns if len(column)), default=-1)
+
         for sample in branch.samples:
             if sample.node_ids is not None:
                 old = (
@@ -354,7 +358,9 @@ class Rollout:
                     else sample.is_repeat
                 )
                 sample.node_ids = np.where(old, sample.node_ids, sample.node_ids + behind)
+
             self.samples.append(sample)
+
         return branch.samples
 
     @property
@@ -422,6 +428,7 @@ class Rollout:
                 f"{self._where(repr(name))}: no stream can have this name. Choose another one, or "
                 "use assign_weights for the weights of a component."
             )
+
         self._write(name, values)
 
     def cut(self, limit: int) -> int:
@@ -441,10 +448,13 @@ class Rollout:
         rollout's reward does."""
         columns = [s.node_ids[s.loss_mask] for s in self.samples if s.node_ids is not None]
         left = {str(node) for column in columns for node in np.unique(column)}
+
         rewards = self.info.get(TURN_REWARDS, {})
         if not left or rewards.keys() <= left:
             return
+
         kept = {node: reward for node, reward in rewards.items() if node in left}
+        # Messages are numbered in the order of time.
         last = max(left, key=int)
         gone = sum(reward for node, reward in rewards.items() if node not in left)
         kept[last] = kept.get(last, 0.0) + gone
@@ -462,11 +472,14 @@ class Rollout:
         """Raises ``StreamError`` if the rollout is frozen or the values do not fit."""
         where = self._where(name)
         self._check_open(where)
+
         masks = [sample.loss_mask for sample in self.samples]
         try:
             is_core = name in STREAMS or name.endswith(WEIGHTS)
+            # A mask may be meant as weights, but never as credit.
             if not name.endswith(WEIGHTS) and is_core and np.asarray(values).dtype.kind == "b":
                 raise ValueError("got bool, expected numbers. Write 1.0 and 0.0 if that is meant")
+
             column = as_credit(values) if is_core else as_stream(values)
             columns = split_stream(column, masks, max_dims=1 if is_core else 2)
         except ValueError as error:
@@ -488,7 +501,9 @@ class Rollout:
         call = CALLER.get()
         has_ended = call is not None and call.ended
         may_write = self.open and not self.frozen and not has_ended
+        # `asyncio.to_thread` hands the call on to its thread. Any other thread has none.
         is_foreign = call is None and self.opened_by not in (None, threading.get_ident())
+
         if may_write and not is_foreign:
             if call is not None:
                 call.wrote()
@@ -502,6 +517,7 @@ class Rollout:
                 "does, and without it what trains depends on timing. Return the values and assign "
                 "them in the hook, or call await asyncio.to_thread(...) there."
             )
+            # Also for core to raise, since nothing may wait for this thread.
             LATE.append((error, None))
             raise error
 

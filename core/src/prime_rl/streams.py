@@ -105,6 +105,7 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
         mask = np.full(len(columns), component == "rl")
 
     if component == "rl":
+        # rl trains only what the policy sampled, whatever weights say.
         mask &= columns.loss_mask
     mask[columns.first_tokens] = False
     return mask
@@ -123,6 +124,7 @@ def as_stream(values: float | Values) -> StreamColumn:
     if column.dtype.kind in "iub":
         return column.astype(np.int32)
 
+    # A number beyond float32 becomes inf, which is refused below.
     with np.errstate(over="ignore"):
         column = column.astype(np.float32)
     finite = np.isfinite(column)
@@ -143,6 +145,7 @@ def as_credit(values: float | Values) -> FloatColumn:
             f"got the integer {column[rounded].flat[0]}, which float32 cannot hold exactly "
             f"(it holds every integer up to {2**24}). Scale it down"
         )
+
     return exact
 
 
@@ -159,10 +162,12 @@ def _real_numbers(values: float | Values) -> npt.NDArray[Any]:
         exact = np.asarray(values, object)
         whole = [int(each) for each in exact.flat if isinstance(each, Integral)]
         _check_int32(max(whole, key=abs, default=0))
+
     if kind == "O":  # fractions, or integers beyond int64
         strange = [each for each in column.flat if not isinstance(each, Real)]
         if strange:
             raise ValueError(f"got {strange[0]!r}, expected real numbers")
+
         whole = [int(each) for each in column.flat if isinstance(each, Integral)]
         _check_int32(max(whole, key=abs, default=0))
         return column.astype(np.float64)
@@ -170,6 +175,7 @@ def _real_numbers(values: float | Values) -> npt.NDArray[Any]:
     if kind not in "iufb":
         got = _NAMES.get(kind, str(column.dtype))
         raise ValueError(f"got {got}, such as {column.flat[0]!r}, expected real numbers")
+
     if kind in "iu" and column.size:
         _check_int32(max(int(column.max()), int(column.min()), key=abs))
     return column
@@ -201,6 +207,7 @@ def split_stream(
         )
 
     whole = values
+    # One value, or one per trainable token: spread them over the mask.
     if not values.ndim or len(values) == trainable != total:
         whole = np.zeros((total, *values.shape[1:]), values.dtype)
         whole[mask] = values
@@ -229,6 +236,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
     dtype = widest if len(dtypes) == 1 or is_routes else np.dtype(np.float32)
     if len(dtypes) > 1 and not is_routes:
         _check_mixed(name, [column for _, column in pairs if column is not None])
+
     missing = absent_value(name, dtype)
     shape = first.shape[1:]
     columns = [
@@ -248,6 +256,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
 def _check_mixed(name: str, columns: Sequence[StreamColumn]) -> None:
     """Integers of one sample that become float32 beside floats of another stay what they are."""
     for column in columns:
+        # As int64, for the lowest int32 has no positive counterpart.
         if column.dtype.kind == "i" and np.abs(column.astype(np.int64)).max(initial=0) > 2**24:
             raise StreamError(
                 f"stream {name!r} has integers beyond {2**24} in some samples of a batch and "

@@ -20,6 +20,7 @@ def moved(module: str, names: Mapping[str, str], hint: str = "") -> Callable[[st
             raise ImportError(
                 f"{module} is a module of upstream prime-rl, without {name!r} here. {way_out}"
             )
+
         # A FutureWarning, because Python hides a DeprecationWarning of a module.
         warnings.warn(
             f"{module} is a module of upstream prime-rl. Write: from prime_rl import {name}",

@@ -4,10 +4,11 @@ gone."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 
 def check_variable(name: str) -> str:
@@ -56,6 +57,45 @@ Headers = Annotated[dict[HeaderName, str], AfterValidator(_public_headers)]
 HostName = Annotated[str, AfterValidator(_host)]
 
 
+def refuse_truth(cls: type[BaseModel], table: Any) -> Any:
+    """The table, if no field that takes numbers has ``true`` or ``false``: pydantic reads them as 1
+    and 0. Raises ``ValidationError`` with each such field."""
+    if not isinstance(table, dict):
+        return table
+    wrong: list[Any] = []
+    for name, value in table.items():
+        field = cls.model_fields.get(name)
+        if field is None or not _has_truth(value):
+            continue
+        leaves = {*_leaves(field.annotation)}
+        if leaves & {int, float} and not leaves & {bool, Any, object}:
+            error = ValueError("expected a number, not true or false")
+            wrong.append(
+                {"type": "value_error", "loc": (name,), "input": value, "ctx": {"error": error}}
+            )
+
+    if wrong:
+        raise ValidationError.from_exception_data(cls.__name__, wrong)
+    return table
+
+
+def _has_truth(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_has_truth(each) for each in value)
+    return isinstance(value, bool)
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of; a table's own values are left to its class."""
+    if get_origin(annotation) is Literal:
+        return
+    parts = get_args(annotation)
+    if not parts or get_origin(annotation) is dict:
+        yield annotation
+    for part in parts:
+        yield from _leaves(part)
+
+
 class Settings(BaseModel):
     """One table of the TOML. Unknown keys are errors; the string under a field documents it."""
 
@@ -64,6 +104,11 @@ class Settings(BaseModel):
         defer_build=True, extra="forbid", frozen=True,
         use_attribute_docstrings=True, protected_namespaces=(),
     )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth(cls, table: Any) -> Any:
+        return refuse_truth(cls, table)
 
 
 class PluginTable(Settings):

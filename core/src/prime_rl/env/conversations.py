@@ -123,6 +123,7 @@ class Rendering:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+
             turn = self._turn(messages, index, tools)
             following = list(messages[before + 1 : index])
             bridged = None
@@ -199,6 +200,7 @@ class Rendering:
             )
         except Exception:  # a template is a program: this one needs the calls
             return
+
         if list(silent) == list(token_ids):
             raise ConfigError(
                 f"message {index} of a demonstration calls tools, and the renderer "

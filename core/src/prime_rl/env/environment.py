@@ -251,16 +251,19 @@ class Environment:
             playing = asyncio.create_task(
                 self._play(example, model, sampling=sampling, cache_salt=cache_salt, seed=seed)
             )
+
         try:
             results = self._read(await playing, model)
         except BaseException as error:  # an environment may fail in any way
             if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
                 raise
+
             reason = readable(error) or "raised by the environment"
             results = [failed(type(error).__name__, reason)]
 
         if _is_cancelled():  # and the environment has gone on
             raise asyncio.CancelledError
+
         return [replace(result, group_id=group_id) for result in results]
 
     async def _play(

@@ -236,10 +236,12 @@ class RolloutResult:
                     }
                     for call in calls
                 ]
+
             answers = getattr(message, "tool_call_id", None)
             if answers:
                 entry["tool_call_id"] = readable(answers)
             saved.append(entry)
+
         return saved
 
     @property

@@ -112,6 +112,7 @@ def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None
 
     if name in shipped or spec is not None:
         return
+
     installed = {module.name for module in pkgutil.iter_modules()} | shipped
     installed |= {module_of(entry.name) for entry in entries(RENAMED)}
     close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
@@ -121,6 +122,7 @@ def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None
             "Give the name of an installed package, not a file. Prompts and a reward function need "
             "no package (docs/python.md)."
         )
+
     raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
 
 
@@ -321,6 +323,7 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
 
     if rest["type"] == "extra_forbidden":
         return f"{path}: unknown key (got {input!r})"
+
     return f"{path}: {msg} (got {input!r})"
 
 
@@ -349,6 +352,7 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
                 f"env {settings.label!r}: args.{name} is one of the env's agents: expected a table "
                 f"such as {{max_turns = 2}}, got {args!r}"
             )
+
         table[name] = _seat_table(settings, default, harness) | dict(args)
         if settings.past is not None and name in settings.past_agents:
             table[name] |= _past_seat(settings, settings.past)
@@ -399,6 +403,7 @@ def _default_harness(settings: EnvSettings) -> Mapping[str, Any]:
     name = str(harness.get("id", ""))
     if name and importlib.util.find_spec(name.replace("-", "_")) is not None:
         return harness
+
     package = bringer("harness", name)
     situation = f"the default, {name!r}, is not installed" if name else "there is no default"
     install = f"pip install {package}, or set" if package else "Set"

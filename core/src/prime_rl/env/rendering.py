@@ -47,6 +47,7 @@ def load_tokenizer(path: Path) -> Any:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path)
+
         from renderers.base import load_tokenizer as load_by_auto
 
         return load_by_auto(str(path))
@@ -102,6 +103,7 @@ def number_in_config(path: Path, key: str) -> int | None:
 
     if not isinstance(config, dict):
         return None
+
     # The language model of a family with several has a table of its own.
     nested = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     tables = [config, *(table for table in nested if isinstance(table, dict))]

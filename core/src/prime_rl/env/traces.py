@@ -109,9 +109,11 @@ def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | N
 
     if trace.is_timeout:
         return "TimeoutError", f"{trace.stop_condition}"
+
     sampled = [node for node in trace.nodes if node.sampled]
     if trace.agent.trainable and not any(any(n.mask) or not with_tokens for n in sampled):
         return "NoTokens", f"no tokens were sampled (stopped by {trace.stop_condition})"
+
     return None
 
 
@@ -165,12 +167,14 @@ def fault_of_nodes(trace: Trace, vocab_size: int | None = None) -> str | None:
     versions = trace.info.get(VERSIONS_KEY)
     if versions is not None and not isinstance(versions, Mapping):
         return f"info[{VERSIONS_KEY!r}] is {versions!r:.80}; expected a table by node"
+
     for place, node in enumerate(trace.nodes):
         spans = () if versions is None else versions.get(str(place), ())
         try:
             fault = _fault_of_node(node, place, vocab_size) or _fault_of_spans(spans)
         except Exception as error:  # a column that numpy cannot read, an attribute that is missing
             fault = f"{type(error).__name__}: {error}"
+
         if fault is not None:
             return f"message {place} of the trace: {fault}"
 
@@ -189,6 +193,7 @@ def _fault_of_node(node: Any, place: int, vocab_size: int | None) -> str | None:
     largest = LARGEST_INT if vocab_size is None else vocab_size - 1
     if token_ids.ndim != 1 or (token_ids.size and token_ids.dtype.kind not in "iu"):
         return f"its token_ids are {node.token_ids!r:.80}; expected a list of integers"
+
     outside = np.flatnonzero((token_ids < 0) | (token_ids > largest))
     if outside.size:
         first = int(outside[0])
@@ -237,6 +242,7 @@ def _fault_of_routes(node: Any) -> str | None:
     routes = node.routed_experts
     if routes is None:
         return None
+
     length = len(node.token_ids)
     fits = routes.ndim == 3 and len(routes) == length and 0 not in routes.shape[1:]
     if not fits or routes.dtype not in (np.uint8, np.uint16):
@@ -244,6 +250,7 @@ def _fault_of_routes(node: Any) -> str | None:
             f"its routed_experts are {routes.dtype} of shape {routes.shape}; expected uint8 or "
             f"uint16 of shape ({length}, layers, experts per token)"
         )
+
     return None
 
 
@@ -497,6 +504,7 @@ def rollout_of(
     fault = fault_of_nodes(trace, vocab_size)
     if fault is not None:
         raise StreamError(fault)
+
     (result,) = checked([result_of(trace, trace_failure(trace))])
     if not result.ok:
         raise StreamError(f"{result.error_type}: {result.error}")
@@ -513,6 +521,7 @@ def rollout_of(
     )
     if not rollout.samples:
         raise StreamError("it has no token to train")
+
     return rollout
 
 
@@ -524,6 +533,7 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
     for branch in sorted(branches, key=_first_turn):
         if not branch.trainable:
             continue
+
         repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
         mask = np.asarray(branch.sampled_mask, np.bool_) & ~repeats
         if mask.any():

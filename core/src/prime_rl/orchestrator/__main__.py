@@ -55,6 +55,7 @@ def main() -> None:
     set_up_logging(config.log.level)
     for notice in settle(os.environ):  # a remote launcher's machine has an environment of its own
         log.warning(notice)
+
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     with watching_coroutines():
@@ -63,6 +64,7 @@ def main() -> None:
         except SystemExit as error:  # in a task of the loop: it ends the loop itself
             _report(error, Status(run_dir / "status" / "orchestrator.json"))
             code = 1
+
     _exit(code)
 
 
@@ -89,6 +91,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
     loop.add_signal_handler(signal.SIGTERM, end)
     loop.set_exception_handler(_end_without_memory)
     beats = asyncio.create_task(_beat(status))
+
     try:
         await task
     except asyncio.CancelledError:
@@ -96,10 +99,12 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
             return 0
         if terminated.is_set():
             return ENDED
+
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1
     except (Exception, SystemExit) as error:
+        # `_run` has reported its error before it closed everything.
         if status.last.state != FAILED:
             _report(error, status)
         return 1
@@ -135,17 +140,20 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
 
     known = Components.load(config.trainer, losses)
     run = RunContext(config, launch, run_dir=run_dir, hooks=hooks, status=status, losses=known)
+
     stop = asyncio.create_task(stop_asked(run_dir))
     async with AsyncExitStack() as stack:
         try:
             with _cancelled_by(stop, launch, status):
                 orchestrator = await _build(stack, run)
+
             hide_from_others()  # from here on programs of rollouts run
             last = await orchestrator.run(stop)
             if last is None:
                 status.report(DONE)
             else:
                 status.report(DONE, last_step=last)  # see ``Stop.result``
+
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, Exception | SystemExit):
@@ -201,6 +209,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     config = run.config
     launch = run.launch
     run_dir = run.run_dir
+
     if launch.wait_for_model:
         run.status.report("waiting", waiting_for="model (being made)")
         await wait_for_model(Path(launch.model_path))
@@ -208,14 +217,18 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     engines = build.build_engines(run)
     for fleet in engines.fleets:
         stack.push_async_callback(fleet.close)
+
     shared = build.build_shared(run, engines)
     stack.push_async_callback(shared.branches.close)
+
     write_renderer(run_dir, shared.renderer)
     _choose_chat_template(run, shared.renderer)
+
     envs = [build.build_train_env(shared, env) for env in config.orchestrator.train.env]
     for env in envs:
         await stack.enter_async_context(env.environment)
     for env in envs:
+        # Before `setup`: a part whose set-up fails is closed too.
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup(env.host)
@@ -226,13 +239,15 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     monitors = build.build_monitors(config, run.hooks, run_dir)
     for monitor in monitors:
         stack.callback(monitor.close)
+
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
     orchestrator = build.build_orchestrator(shared, envs, monitors, wire)
     for observer in orchestrator.observers:
-        stack.push_async_callback(observer.close)
+        stack.push_async_callback(observer.close)  # also if its set-up fails
         await observer.setup()
 
+    # Last, so that all of this happens while the engines start.
     await _wait_for_models(stack, run, engines=engines, envs=envs)
     return orchestrator
 
@@ -255,9 +270,11 @@ async def _wait_for_models(
     run.status.report("waiting", waiting_for="inference (engine start)")
     for fleet in engines.fleets:
         await fleet.wait_ready(timeout)
+
     outages.changed = lambda: run.status.report(
         "waiting", waiting_for=outages.waiting_for or "models"
     )
+
     for env in envs:
         await env.host.wait_ready(timeout)
         if isinstance(env.source, SampledFrozen):

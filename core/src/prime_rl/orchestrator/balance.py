@@ -26,6 +26,7 @@ def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list
     ``number`` if there are fewer groups. ``groups``, ``costs``: one for each sample."""
     ids, owners = np.unique(groups, return_inverse=True)
     work = np.asarray(np.bincount(owners, costs), np.float64)
+    # Groups have no length here: bins without room take them all, and none stays empty.
     free = [0] * len(ids)
     bins = spread(range(len(ids)), work, lengths=free, room=free[:number]) or []
     return [np.flatnonzero(np.isin(owners, members)).tolist() for members in bins]
@@ -46,12 +47,16 @@ def spread(
     heap = [(0.0, number, free) for number, free in enumerate(room)]  # least work first
     work = costs.tolist()
     smallest = min((lengths[i] for i in samples), default=0)
+
+    # The costliest first (Graham 1969), to the bin with the least work that has room.
     for index in sorted(samples, key=lambda i: -work[i]):
         passed = []
+        # Bins with less work and no room come back after this sample.
         while heap and heap[0][2] < lengths[index]:
             passed.append(heappop(heap))
         if not heap:
             return None
+
         done, number, free = heap[0]
         bins[number].append(index)
         heapreplace(heap, (done + work[index], number, free - lengths[index]))

@@ -41,8 +41,11 @@ class BatchSize:
         """Rollouts of an env: the estimate follows."""
         if not self.by_tokens or not rollouts:
             return
+
         mean = sum(map(self.of, rollouts)) / len(rollouts)
+        # A running mean over the last LATELY rollouts; at first over all of them.
         self._seen[env] = min(self._seen[env] + len(rollouts), LATELY)
+
         before = self.means.get(env, mean)
         share = len(rollouts) / max(self._seen[env], len(rollouts))
         self.means[env] = max(before + share * (mean - before), 1.0)

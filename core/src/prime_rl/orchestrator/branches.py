@@ -60,6 +60,8 @@ class Branches:
         paths = recorded_paths(prefix)
         first = paths[0]
         end = first.end
+
+        # The token behind the prefix is sampled and begins no reply: the prefix cuts one in two.
         inside = 0 < end < len(first.token_ids)
         branch = Branch(
             paths=paths,
@@ -68,10 +70,12 @@ class Branches:
             stop_token_ids=frozenset(self._stops()),
             cache_salt=str(self._version()),
         )
+
         version = self._version()
         temperature = parent.samples[prefix.sample].temperature
         plan = sampling.model_copy(update={"temperature": temperature})
         result = await self._play(branch, parent, environment=environment, sampling=plan, seed=seed)
+
         rollout = build_rollout(
             result,
             env=parent.env,
@@ -80,6 +84,7 @@ class Branches:
             policy_version=version,
             temperature=temperature,
         )
+
         rollout.episode_id = parent.episode_id
         rollout.task = dict(parent.task)
         rollout.settle()
@@ -105,6 +110,7 @@ class Branches:
             stop_token_ids=frozenset(self._stops()),
             cache_salt=str(self._version()),
         )
+
         result = await self._play(
             branch, parent, environment=environment, sampling=sampling, seed=0
         )
@@ -123,6 +129,7 @@ class Branches:
         key = server.add(branch)
 
         async def episode(endpoint: ModelEndpoint) -> list[RolloutResult]:
+            # The pool plays an episode again if its engine fails: the record begins anew.
             branch.restart(endpoint.base_url.removesuffix("/v1"))
             return await environment.run(
                 example,
@@ -145,9 +152,11 @@ class Branches:
             raise BranchFailed(
                 f"env {parent.env!r}, example {parent.example_id}: {branch.fault or kind}"
             )
+
         return next(result for result in results if result.trainable)
 
     async def _listening(self) -> ReplayServer:
+        # Two rollouts may ask for the first branch at the same time.
         async with self._starting:
             if self._server is None:
                 server = ReplayServer()
@@ -163,24 +172,29 @@ def recorded_paths(prefix: Prefix) -> list[RecordedPath]:
     columns = rollout.sampled_paths
     base = rollout.samples[prefix.sample]
     end = len(base) if prefix.end is None else prefix.end
+
     paths = [_path(base, *columns[prefix.sample], end)]
     for number, sample in enumerate(rollout.samples):
         if number == prefix.sample or sample.node_ids is None or base.node_ids is None:
             continue
+
         length = len(sample)
         if end < len(base):
             length = int(np.searchsorted(sample.node_ids, base.node_ids[end]))
         paths.append(_path(sample, *columns[number], length))
+
     return paths
 
 
 def _path(sample: Sample, sampled: Any, logprobs: Any, end: int) -> RecordedPath:
     nodes = sample.node_ids
     new = np.ones(len(sample), np.bool_)
+    # A reply starts behind a token that was not sampled, and where the message changes.
     if len(sample) > 1:
         new[1:] = ~sampled[:-1]
         if nodes is not None:
             new[1:] |= nodes[1:] != nodes[:-1]
+
     return RecordedPath(
         token_ids=sample.token_ids,
         sampled=sampled,
@@ -216,5 +230,6 @@ def seed_of(run_seed: int, prefix: Prefix, number: int) -> int:
         *(run_seed, parent.env, parent.group_id, parent.episode_id),
         *(prefix.sample, prefix.end, number),
     )
+    # Not `hash`, which differs between processes.
     digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 2**31

@@ -57,10 +57,12 @@ class Buffer:
         self._pre = pre
         self._post = post
         self._patience = max_empty_batches * self._size.places
+
         self._pending: deque[tuple[Rollout, Group]] = deque()
         """Each with its group."""
         self._pending_places = 0
         self._kept_places = 0
+
         self._fruitless = 0
         self._fruitless_places = 0.0
         self._reasons: Counter[str] = Counter()
@@ -68,6 +70,7 @@ class Buffer:
         """Number of failed rollouts by reason, with the reason's numbers left out."""
         self._examples: dict[str, str] = {}
         """The newest reason of each sort."""
+
         self.batch = Batch(first_step)
         self._full = asyncio.Event()
         self._room = asyncio.Event()
@@ -91,11 +94,14 @@ class Buffer:
         room = self._size.places - self._kept_places
         if not (self._whole_groups and self._pending and self.batch.kept):
             return room <= 0
+
         group_id = self._pending[0][0].group_id
         if self.batch.kept[-1].group_id == group_id:  # a group may be larger than a batch
             return False
         if self._size.by_tokens:
             return room <= 0
+
+        # The rest of the group waits here too, for `add` takes it as a whole.
         return sum(rollout.group_id == group_id for rollout, _ in self._pending) > room
 
     async def wait_until_full(self) -> None:
@@ -136,6 +142,7 @@ class Buffer:
         while self._pending and not self.is_full:
             rollout, group = self._pending.popleft()
             self._pending_places -= self._size.of(rollout)
+
             # Age first: a filter's rates count what could have trained.
             if self.staleness(rollout) > self._max_off_policy:
                 self._drop(rollout, STALE)
@@ -154,6 +161,7 @@ class Buffer:
                 self._failures.clear()
                 self._examples.clear()
 
+        # One of both is set at any time. The loop waits for the first, sampling for the second.
         if self.is_full:
             self._full.set()
             self._room.clear()
@@ -180,6 +188,7 @@ class Buffer:
     ) -> None:
         """Continue with what another buffer held; post-batch filters decide again.
         ``objections``: see ``Batch``."""
+        # One list per group: each filter sees all siblings, also those that follow or were dropped.
         groups: dict[tuple[str, int], list[Rollout]] = {}
         for rollout, reason in buffered:
             group = groups.setdefault((rollout.env, rollout.group_id), [])
@@ -195,9 +204,10 @@ class Buffer:
         """The full batch, in the order in which its groups were opened."""
         batch, self.batch = self.batch, Batch(self.batch.step + 1)
         self._kept_places = 0
+
         # Groups arrive as they end: with this order a batch is the same in every run of a seed.
         batch.kept.sort(key=lambda rollout: rollout.group_id)
-        self.fill()
+        self.fill()  # what waits may belong to the next batch
         return batch
 
     def take_metrics(self) -> dict[str, float]:
@@ -210,9 +220,11 @@ class Buffer:
         objections: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._record(rollout, reason, objections)
+
         # A sampler's words are the same for its whole group; a filter's may have a number for each.
         details = objections.values() if reason == REJECTED else objections
         which = f": {', '.join(details)}" if details else ""
+
         places = self._size.of(rollout)
         self._count_fruitless(1, places, f"{reason}{which}, env {rollout.env!r}")
 
@@ -235,11 +247,13 @@ class Buffer:
             reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
             why = WHY_FAILED if failing else WHY_DROPPED
+
             for sort, count in self._failures.most_common(1):
                 example = self._examples[sort].rstrip(".")
                 if "context length" in example:
                     why = f"Raise seq_len, or leave out examples with long prompts. {why}"
                 why = f"{count} failed with: {example}. {why}"
+
             raise NothingToTrain(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
                 f"train ({reasons}). {why} "
@@ -255,6 +269,7 @@ class FilterSlot:
         self.seen = 0
         self.dropped = 0
         self.objections: Counter[str] = Counter()
+
         enforce = {id(filter): flag for filter, flag in filters}
         hooks = scope(label, shared, [filter for filter, _ in filters])
         impls = [i for i in hooks.hook.filter_rollout.get_hookimpls() if not i.wrapper]
@@ -265,6 +280,7 @@ class FilterSlot:
             if "group" in impl.argnames
         ]
         """Filters that read the siblings of a rollout."""
+
         # Each filter is called alone, inside every wrapper: so each has a rate of its own.
         self._calls = [
             (
@@ -306,6 +322,7 @@ class FilterSlot:
             for name, _, _ in self._calls
         }
         metrics[f"filters/{self.label}/dropped"] = self.dropped / seen
+
         self.seen = 0
         self.dropped = 0
         self.objections.clear()

@@ -88,6 +88,7 @@ def build_orchestrator(
     """The loop with its observers, in the order in which they are called."""
     run = shared.run
     engines = shared.engines
+
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
     for env in envs:
@@ -97,6 +98,7 @@ def build_orchestrator(
 
     envs = [env for env in envs if env not in measured]
     reporter = Reporter(run.hooks, monitors)
+    # The lambdas here and below name parts that are built further down: they run later.
     curriculum = Curriculum(
         run.config.orchestrator.train.env,
         step=lambda: sampling.dispatcher.next_step,
@@ -110,15 +112,18 @@ def build_orchestrator(
         curriculum=curriculum,
         rollouts_per_group=lambda env: sampling.dispatcher.rollouts_per_group(env),
     )
+
     size = BatchSize(
         run.config.orchestrator.batch_size,
         tokens=run.config.orchestrator.token_batch_size,
         longest=run.config.seq_len,
     )
+
     buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
     compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
     alone = frozenset(env.name for env in envs if not compared[env.name])
+
     host = ObserverHost(
         shared=shared,
         log=reporter.log,
@@ -130,6 +135,7 @@ def build_orchestrator(
         max_inflight=lambda: sampling.dispatcher.max_inflight,
         evaluated=curriculum.evaluated,
     )
+
     installed = build_observers(run, host)
     sampling = Sampling(
         run,
@@ -142,6 +148,7 @@ def build_orchestrator(
         size=size,
     )
     sampling.curriculum = curriculum
+
     checkpointing = Checkpointing(
         run,
         sampler,
@@ -152,7 +159,7 @@ def build_orchestrator(
     )
 
     observers: list[Observer] = [
-        reporter,
+        reporter,  # hears `batch_lost` last, after the others have counted
         *installed,  # before sampling, which drops what is stale after they held a version back
         checkpointing,
         sampling,
@@ -160,7 +167,9 @@ def build_orchestrator(
         EngineKeeper(run, engines, installed),
         *([Measurement(run, measured)] if measured else []),
     ]
+
     checkpointing.observers = observers
+    # It runs in the trainer. Here it only says how the rows have to be packed.
     optimizer = make_optimizer(
         run.config.trainer.optim, load_plugins(TRAINER_GROUP, disabled=run.config.plugins.disabled)
     )
@@ -171,6 +180,7 @@ def build_orchestrator(
         losses=run.losses,
         one_env_per_row=optimizer.weighs_envs,
     )
+
     weights = WeightWatcher(run.run_dir, engines.policy, fleet=engines.fleet, observers=observers)
     weights.announced = wire.announced
 
@@ -220,6 +230,7 @@ def compared_by(
             action_loss = part.algorithm.action_loss
             if run.losses[action_loss].scope == "group":
                 of_groups.append(action_loss)
+
         if partial is not None and of_groups:
             raise ConfigError(
                 f"env {env.name!r}: its loss {of_groups[0]!r} compares whole groups, and "
@@ -234,9 +245,11 @@ def compared_by(
                 f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
                 "[orchestrator.partial_groups] hands groups on before. Remove the table."
             )
+
         for part in parts_of(env.algorithm):
             if part.algorithm.compares_siblings:
                 mine.append(f"algorithm {part.algorithm.name!r}")
+
         mine += [f"loss {name!r}" for name in of_groups]
         compared[env.name] = mine + of_all
 
@@ -245,6 +258,7 @@ def compared_by(
             "orchestrator.partial_groups: nothing compares the members of a group in any env, so "
             "each rollout is handed on as soon as it ends, and no group waits. Remove the table."
         )
+
     return compared
 
 
@@ -278,6 +292,7 @@ def build_engines(run: RunContext) -> Engines:
     version = launch.first_step - 1
     check_headers(inference.headers_from_env, "inference")
     headers = all_headers(inference.headers, inference.headers_from_env)
+
     options = FleetOptions(
         model=launch.served_model_name,
         own=inference.base_url is None,
@@ -292,6 +307,7 @@ def build_engines(run: RunContext) -> Engines:
     delivery = None
     if transport is not None:
         delivery = transport.delivery(run.run_dir / "broadcasts", table.timeout)
+
     kind = Fleet if run.config.has_engines else NoFleet
     fleet = kind(
         launch.engine_urls,
@@ -313,7 +329,9 @@ def build_engines(run: RunContext) -> Engines:
     for name, url in launch.reference_urls.items():
         follows = partial(_earlier_engine, run, url=url, key=key, options=options, outages=outages)
         if name == "ema":
+            # The average changes with each version, the reference only when it is reset.
             earlier[name] = follows(folder=AVERAGES, version=version, interval=1)
+        # Otherwise it never changes: `EnvHost.initial` treats it as a frozen model.
         elif name == "initial" and (reset is not None or reference):
             interval = None if reset is None else reset.interval
             earlier[name] = follows(folder=REFERENCES, version=reference, interval=interval)
@@ -353,6 +371,7 @@ def _past_policies(run: RunContext, key: str, options: FleetOptions) -> PastPoli
     url = launch.reference_urls.get(PAST) or next(iter(table.base_url), None)
     if url is None:
         return None
+
     starts_first = not table.base_url and not launch.engines_kept
     options = replace(options, own=not table.base_url, have_first=starts_first)
     return PastPolicies(
@@ -374,15 +393,18 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     """The renderer, and the live policy to sample from and to score with."""
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
     name = run.launch.served_model_name
+
     key = os.environ[ENGINE_KEY]
     renderer_named = partial(build_renderer, run.config, run.hooks, Path(run.launch.model_path))
     renderer = renderer_named()
 
+    # A new version is a new salt: no engine may reuse keys and values of older weights.
     def salt() -> str:
         return str(engines.policy.version)
 
     scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
     rendering = cache(partial(rendering_of, Path(run.launch.model_path), renderer))
+
     router = EngineRouter(
         engines.fleet,
         name,
@@ -390,6 +412,7 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
         headers=run.config.inference.headers,
         headers_from_env=run.config.inference.headers_from_env,
     )
+
     orchestrator = run.config.orchestrator
     branches = Branches(
         router,
@@ -436,8 +459,10 @@ def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
     if rendering is not None:
         for part in parts_of(algorithm):
             check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
+
     source = build_source(shared, env, environment)
     env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
+
     limits = None
     if not source.whole_group:
         limits = _group_limits(config, env, algorithm=algorithm, hooks=env_scope)
@@ -472,6 +497,7 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     source = table.source
     where = f"env {env.label!r}: algo.sampling.source"
     sampling = env.sampling or config.train.sampling
+
     if isinstance(source, SourceTable):
         built = make(
             SOURCE, source.type, table=source.settings, hooks=shared.run.hooks, where=where
@@ -503,6 +529,7 @@ def _environment(
         endpoint = ModelEndpoint(
             shared.run.launch.served_model_name, f"{engine.url}/v1", api_key_var=ENGINE_KEY
         )
+
     settings = EnvSettings.of(
         env,
         default_harness=default_harness,
@@ -510,9 +537,12 @@ def _environment(
         tokenizer_path=Path(shared.run.launch.model_path),
         past=endpoint,
     )
+
+    # A number of the env's own counts, also 0.
     shared_number = shared.run.config.orchestrator.env_workers
     if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
         return Environment(settings)
+
     make_environment = installed(ENV_WORKERS, "prime-rl-env-workers")
     made: Environment = make_environment(
         settings, env, config=shared.run.config, run_dir=shared.run.run_dir
@@ -563,6 +593,7 @@ def build_buffer(run: RunContext, envs: Sequence[TrainEnv], size: BatchSize) -> 
     config = run.config.orchestrator
     pre = build_filters(run.hooks, config.pre_batch_filters, PRE)
     post = build_filters(run.hooks, config.post_batch_filters, POST)
+
     algorithms = [part.algorithm for env in envs for part in parts_of(env.algorithm)]
     scopes = {run.losses[algorithm.action_loss].scope for algorithm in algorithms}
     return Buffer(
@@ -572,6 +603,7 @@ def build_buffer(run: RunContext, envs: Sequence[TrainEnv], size: BatchSize) -> 
         post=FilterSlot(POST, run.hooks, post),
         max_empty_batches=config.max_empty_batches,
         first_step=run.launch.first_step,
+        # A loss or a head that sees whole groups must not get a part of one.
         whole_groups="group" in scopes or bool(run.losses.heads_of_groups),
     )
 

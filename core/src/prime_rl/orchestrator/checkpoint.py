@@ -99,11 +99,13 @@ class Checkpointing(Observer):
         """Steps whose checkpoint the trainer has to complete."""
         self._is_missing = False
         """Whether the oldest of these checkpoints had no folder when it was last looked for."""
+
         for env in envs:
             for part in parts_of(env.algorithm):
                 self._parts[part.folder(env.name)] = part.algorithm
             if isinstance(env.source, ExternalSource):
                 self._parts[f"sources/{env.name}"] = env.source.source
+
         if curriculum is not None:
             self._parts["curriculum"] = curriculum
 
@@ -132,11 +134,13 @@ class Checkpointing(Observer):
             await self._look()
             if not self._begun:
                 return
+
             step = self._begun[0]
             awaited = f"trainer (checkpoint of step {step})"
             self.context.status.report("finishing", waiting_for=awaited)
             if trainer_works(self.context.run_dir):
                 deadline = time.monotonic() + within
+
             if time.monotonic() > deadline:
                 log.warning(
                     "step %d: the checkpoint is not complete after %g s in which the trainer did "
@@ -188,6 +192,7 @@ class Checkpointing(Observer):
         curriculum = self._parts.get("curriculum")
         if curriculum is None or batch.step not in self._begun:
             return
+
         part = unfinished(self.context.run_dir, batch.step).orchestrator
         try:
             curriculum.save(_folder(part, "curriculum"))
@@ -200,12 +205,14 @@ class Checkpointing(Observer):
 
     async def stopping(self, last: int) -> None:
         """Write the part of the last step, unless it was due anyway."""
+        # `batch_taken` may have written it, and the trainer may have completed it since.
         there = unfinished(self.context.run_dir, last), finished(self.context.run_dir, last)
         if self.context.config.ckpt.enabled and not any(each.progress.exists() for each in there):
             await self._write(last)
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
+        # Twice, for another process may free space meanwhile.
         for wait in (RETRY_SECONDS, None):
             try:
                 self.save(part, step)
@@ -232,6 +239,7 @@ class Checkpointing(Observer):
         scored = encode_rollouts(
             step, self.buffer.buffered, objections=self.buffer.batch.objections
         )
+
         (directory / BUFFERED).write_bytes(scored)
         progress = Progress(
             **msgspec.structs.asdict(self.dispatcher.requested),
@@ -240,8 +248,11 @@ class Checkpointing(Observer):
             plugins=installed_versions(),
             config=self.context.config.model_dump(mode="json"),
         )
+
+        # A part with this file counts as whole, so it comes last, and by one rename.
         temporary = directory / f".{PROGRESS}"
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
+        # An attempt that was replaced wakes up late, and must not write over the newer one.
         check_current()
         temporary.replace(directory / PROGRESS)
 
@@ -259,10 +270,13 @@ class Checkpointing(Observer):
             if before == type(part).name:
                 part.load(_folder(directory, name))
                 continue
+
             saved = "none" if before is None else f"{before!r}'s state"
             log.warning("%s %r starts afresh: the checkpoint has %s", name, type(part).name, saved)
 
         self.dispatcher.resume(progress)
+
+        # The config may have lost an env since.
         known = {env.name for env in self.envs}
         stored = decode_rollouts(directory / BUFFERED)
         buffered = [each for each in stored["rollouts"] if each.rollout.env in known]

@@ -81,6 +81,7 @@ class Outages:
     def reporter(self) -> Callable[[str | None], None]:
         """For one pool: call it with the reason why the pool waits, and with None when it no longer
         waits."""
+        # A new object for each pool: two pools may wait for the same reason.
         return partial(self._report, object())
 
     def _report(self, pool: object, text: str | None) -> None:
@@ -190,6 +191,7 @@ class EnvHost:
         self._shared = shared
         self._connected: list[FrozenPool] = []
         self._asked = Counter[str]()
+
         self.seq_len = shared.run.config.seq_len
         self.seed = shared.run.config.seed
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
@@ -231,6 +233,7 @@ class EnvHost:
         run = self._shared.run
         sampling = self._sampling_of_branches()
         self._asked["branches"] += 1
+
         try:
             branch = await self._shared.branches.rollout(
                 prefix,
@@ -242,6 +245,7 @@ class EnvHost:
         except BranchFailed:
             self._asked["failed_branches"] += 1
             raise
+
         self._asked["sampled_tokens"] += branch.num_trainable_tokens
         return branch
 
@@ -260,10 +264,12 @@ class EnvHost:
             fault = f"it has the agents {', '.join(self.agents)}, and a record has one of them"
         elif self._table.address:
             fault = "its workers are elsewhere (address), and branches listen on this machine only"
+
         if fault is not None:
             raise ConfigError(
                 f"env {self.env!r} cannot go on from the middle of a rollout: {fault}."
             )
+
         return self._sampling
 
     def live(self, *, max_concurrency: int) -> LiveSampling:
@@ -276,6 +282,7 @@ class EnvHost:
         model_path = Path(run.launch.model_path)
         temperature = self._sampling.temperature
         lent: Any = self.policy
+
         return LiveSampling(
             policy=lent.beside(max_concurrency),
             renderer=new_renderer(model_path, self._shared.renderer),
@@ -308,6 +315,7 @@ class EnvHost:
         engine = self._shared.engines.earlier.get("initial")
         if engine is not None:
             return self._lend_earlier(engine)
+
         run = self._shared.run
         model = run.config.orchestrator.initial
         url = run.launch.reference_urls.get("initial")
@@ -317,6 +325,7 @@ class EnvHost:
 
         if model is None:
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_initial")
+
         return self.connect(model)
 
     @cached_property
@@ -341,6 +350,7 @@ class EnvHost:
         pool = self._past
         name = self._shared.run.launch.served_model_name
         key = os.environ[ENGINE_KEY]
+        # A salt per version, so that no request reuses the cached keys and values of another.
         scorer = scorer_over(pool.fleet, name, api_key=key, cache_salt=lambda: f"past {version}")
         return PastModel(pool, version, self._lend(scorer))
 
@@ -361,6 +371,7 @@ class EnvHost:
         report = self._shared.engines.outages.reporter()
         pool = FrozenPool.of(model, where=where, on_waiting=report)
         self._connected.append(pool)
+
         limit = model.max_concurrency
         timeout = model.timeout
         return self._lend(scorer_over(pool, model.name, max_concurrency=limit, timeout=timeout))

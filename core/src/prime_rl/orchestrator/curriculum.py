@@ -127,6 +127,8 @@ class Curriculum:
             if gate.metric in metrics:
                 self._results[env][version] = metrics[gate.metric]
                 continue
+
+            # An evaluation of that env without the metric: the gate would never open.
             rewards = [name for name in metrics if name.endswith(REWARD)]
             if any(gate.metric.startswith(name.removesuffix(REWARD) + "/") for name in rewards):
                 _refuse(env, gate.metric, f"the evaluation of version {version}", metrics)
@@ -140,11 +142,13 @@ class Curriculum:
             if gate.reads_evaluation:
                 self._read_evaluations(env, gate, step)
                 continue
+
             value = metrics.get(gate.metric, math.nan)
             if gate.metric in metrics:
                 self._checked.add(env)
             elif env not in self._checked:
                 self._check(env, gate.metric, step=step, metrics=metrics)
+
             if math.isnan(value):
                 continue
 
@@ -154,11 +158,14 @@ class Curriculum:
         """Those of versions that are old enough by the batch of ``step``, oldest first."""
         results = self._results[env]
         for version in sorted(results):
+            # Earlier, the step would depend on how long the evaluation takes.
             if version + VERSIONS_LATER > step or env in self._open:
                 break
+
             value = results.pop(version)
             if version <= self._versions[env] or math.isnan(value):
                 continue  # the same weights again
+
             self._versions[env] = version
             self._read(env, gate, value=value, when=f"after version {version}")
 
@@ -200,6 +207,8 @@ class Curriculum:
             for label, gate in self.gates.items()
             if gate.metric is not None
         }
+
+        # By a rename: it replaces a file of a checkpoint that counts as whole.
         temporary = directory / f".{STATE}"
         temporary.write_bytes(msgspec.json.encode(State(self.open_envs, windows)))
         temporary.replace(directory / STATE)

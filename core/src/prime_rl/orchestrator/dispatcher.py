@@ -149,6 +149,7 @@ class Dispatcher:
         self._run_rollout = run_rollout
         self._wanted = wanted
         self._config = config.orchestrator
+
         # In a synchronous run, the whole batch waits anyway, and groups keep their order.
         self.alone = frozenset(alone if self._config.max_off_policy_steps else ())
         """Envs whose rollouts are handed on alone."""
@@ -161,6 +162,7 @@ class Dispatcher:
             places=self._places,
             unit=self._size.expected,
         )
+
         self._rates = {
             env.label: RateLimit(env.tasks_per_minute)
             for env in self._config.train.env
@@ -168,6 +170,7 @@ class Dispatcher:
         }
         self.rate_limited: str | None = None
         """The env whose ``tasks_per_minute`` keeps a group from opening now, if one does."""
+
         self._wake = asyncio.Event()
         self._chosen: dict[int, OpenGroup] = {}
         """Groups that are not open yet, by the number of the ticket."""
@@ -180,6 +183,7 @@ class Dispatcher:
         self._inflight = 0
         self._opened = 0
         self._crash: BaseException | None = None
+
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
         """Rollouts: dispatched = finished + failed + cancelled + in flight."""
@@ -213,6 +217,7 @@ class Dispatcher:
         """An arrived group is buffered or dropped now."""
         del self._open[group.number]
         self.admission.remove(group)
+
         survivors = group.survivors
         self._size.came_back(group.env.name, survivors)
         if survivors:
@@ -240,10 +245,12 @@ class Dispatcher:
         groups = self._open | self._chosen
         waiting: list[RequestedGroup] = []
         alone: dict[int, RequestedGroup] = {}
+        # In the order in which they were chosen, so that a resumed run opens them in that order.
         for group in (groups[number] for number in self.admission.tickets.all):
             again = RequestedGroup(group.group_id, group.env.name, group.example_id)
             if group.env.name in self.alone:
                 again = alone.setdefault(group.group_id, again)
+
             # The parts of a group are one request, in the place of the first.
             if again.members is None:
                 again.members = []
@@ -267,11 +274,14 @@ class Dispatcher:
         for group in here:
             env = self._envs[group.env]
             self._choose(group.group_id, env, group.example, members=group.members)
+
         gone = len(requested.waiting) - len(here)
         if gone:
             log.warning("%d groups that were in flight are of envs that are gone", gone)
+
         if requested.lead is not None:
             self.admission.leads.resume(requested.lead)
+
         self._size.resume({env: x for env, x in requested.tokens.items() if env in self._envs})
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
 
@@ -281,8 +291,10 @@ class Dispatcher:
         """Open groups whenever there is room, until cancelled. Raises the error of a member: a bug,
         or a plugin's exception; failures of an environment are data."""
         while self._crash is None:
+            # Nothing is awaited before `clear`, so no call of `wake` is lost.
             self._open_groups()
             self._wake.clear()
+
             # While nothing comes back, the groups in flight turn out to be the long ones.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._look_again()):
@@ -356,21 +368,28 @@ class Dispatcher:
             return
 
         self.rate_limited = None
+        # First, for the limit follows what it measures.
         self.admission.measure(self._engines.policy.version, self._clock())
+
         limit = self.limit
         most = limit.number
+
         # A limit that comes from the lead must not bound the lead: neither would grow.
         self.admission.most_inflight = inf if limit.follows_lead else most
+
         # First the members that open groups lack: their siblings wait for them.
         self._start_more(most)
         for ticket in self.admission.to_open(self._standing):
             if self.num_inflight >= most:
                 return
+
             self._open_in_time(self._chosen[ticket.number])
 
+        # `room` reckons with the longest lead. An env with short episodes opens its groups later.
         while self.room() > 0:
             env, example_id = self._next_group()
             groups = self._choose(self._opened, env, example_id)
+            # The next group's id.
             self._opened += 1
             for group in groups:
                 if self.admission.is_near(group, self._standing):
@@ -386,6 +405,7 @@ class Dispatcher:
     ) -> list[OpenGroup]:
         """``members``: those that are requested again. None: the whole group."""
         numbers = range(env.group_size) if members is None else members
+        # Where rollouts are handed on alone, each member is a ticket of its own.
         parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
         groups = []
         for part in parts:
@@ -409,6 +429,7 @@ class Dispatcher:
         order."""
         if self.admission.in_order and self.rate_limited is not None:
             return
+
         rate = self._rates.get(group.env.name)
         if rate is None:
             self._open_group(group)
@@ -416,6 +437,7 @@ class Dispatcher:
 
         wait = rate.wait(self._clock())
         if not wait:
+            # A member that is handed on alone counts as its share of a group.
             rate.open(self._clock(), len(group.requested) / group.env.group_size)
             self._open_group(group)
         # Of several such envs the one that may open first: `run` looks again then.
@@ -446,8 +468,10 @@ class Dispatcher:
             raise
 
         is_stopped = self._is_stopped(group, index)
+
         # A stopped member was subtracted when it was stopped.
         self._inflight -= not is_stopped
+        # Also if it was stopped: it has ended by itself before its cancellation came through.
         self.counts["failed" if rollouts is None else "finished"] += 1
         self.admission.pace.count(self._inflight, self._clock())
         if is_stopped:
@@ -487,6 +511,7 @@ class Dispatcher:
         while group.num_judged < len(group.requested) and group.num_judged in group.members:
             group.num_judged += 1
             wanted = self._wanted(group)
+            # Those that were judged stay, since the plugin has decided by them.
             self._resize(group, min(max(wanted, group.num_judged), limits.size))
 
     def _resize(self, group: OpenGroup, size: int) -> None:
@@ -504,12 +529,15 @@ class Dispatcher:
         ended = [number for number in group.members if number >= size]
         for number in ended:
             del group.members[number]
+
+        # By its absence from `tasks`, `_member` knows that it is not waited for any more.
         stopped = [number for number in group.tasks if number >= size]
         tasks = {group.tasks.pop(number): group.env.name for number in stopped}
         for task in tasks:
             task.cancel()
+
         group.num_cut_off += len(ended) + len(tasks)
-        self._inflight -= len(tasks)
+        self._inflight -= len(tasks)  # their places are free now, not when they end
         self._end_later(tasks)
 
     def _start_more(self, most_inflight: int) -> None:
@@ -528,6 +556,7 @@ class Dispatcher:
         partial = self._config.partial_groups
         if partial is None or group.num_finished < partial.at_least:
             return False
+
         # A group is split once.
         return len(group.requested) == group.env.group_size and group.ages
 
@@ -546,11 +575,15 @@ class Dispatcher:
             members=group.members,
         )
         self.admission.split(group, part, self._clock())
+
         # The rest stays in the object that the tasks in flight hold.
         group.requested = [number for number in group.requested if number not in part.members]
         group.members = {}
+
+        # Since `admission.split` the part has the group's number, and the group has a new one.
         self._open[part.number] = part
         self._open[group.number] = group
+
         self.counts["partial_groups"] += 1
         if partial.rest == "cancel":
             # The rest has that size since `admission.split`.
@@ -581,6 +614,7 @@ class Dispatcher:
         ]
         await self._cancel(stale)
         self.wake()
+
         lost = Counter[str]()
         # Members that had come back are lost with their group.
         for group in stale:
@@ -589,6 +623,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
+        # A group that was handed on has no task in flight.
         await self._cancel([group for group in self._open.values() if not group.handed_on])
         await asyncio.gather(*self._ending)
 
@@ -613,6 +648,7 @@ class Dispatcher:
 
     def _end_later(self, pending: Mapping[asyncio.Task[None], str]) -> None:
         """Count cancelled tasks once they have ended."""
+        # asyncio keeps only a weak reference to a task. `close` waits for it too.
         ending = asyncio.create_task(self._end(pending))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -621,9 +657,11 @@ class Dispatcher:
         """Until cancelled tasks have ended, and count them."""
         if not pending:
             return
+
         done, stuck = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         if stuck:
             log.warning("%d cancelled rollouts do not end; going on without them", len(stuck))
+
         # `_member` has counted those that ended by themselves, as finished or failed.
         gone = [*(task for task in done if task.cancelled()), *stuck]
         self.counts["cancelled"] += len(gone)

@@ -90,10 +90,13 @@ class EngineKeeper(Observer):
         stay there; work that needs the present version is completed first."""
         if not self.context.config.deployment.colocated:
             return
+
         started = time.perf_counter()
         awaited = f"trainer (weights of step {step - 1})"
         self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
+
         await self.engines.policy.wait_for(step - 1)
+        # What still needs these weights, such as an evaluation, needs awake engines.
         for observer in self._installed:
             await observer.version_pending(step)
         await self.engines.fleet.sleep()

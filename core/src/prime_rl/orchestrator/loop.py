@@ -81,9 +81,11 @@ class Orchestrator:
         stopped = False
         try:
             async with asyncio.TaskGroup() as tasks:
+                # `_train` starts the sampling, after the observers' `before_training`.
                 others = [each for each in self.observers if each is not self.sampling]
                 work = [self.weights.run(), *(each.run() for each in others)]
                 background = [tasks.create_task(until_cancelled(each)) for each in work]
+
                 try:
                     await self._train(tasks, background)
                 except StopRequested:
@@ -91,13 +93,16 @@ class Orchestrator:
                     log.info("stopped: step %d is the last", self._last)
                     for observer in self.observers if self._ends_early else ():
                         await observer.stopping(self._last)  # before groups in flight are cancelled
+
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
             error: BaseException = group
+            # `Sampling.run` has a task group too, so groups nest. The first error is the cause.
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
+                # The reporter comes last, for it logs what the other observers have counted.
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
             raise error from None
@@ -110,10 +115,14 @@ class Orchestrator:
     async def _train(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
         first = self.context.launch.first_step
         last = self.context.config.max_steps
+
         for observer in self.observers:
             await self._unless_stopped(observer.before_training())
+
         sampling = until_cancelled(self.sampling.run())
         background.append(tasks.create_task(sampling))  # sampler -> rollout -> algorithm
+
+        # Step n trains batch n and makes version n of the weights.
         for _ in range(first, last + 1):
             await self._unless_stopped(self.buffer.wait_until_full())  # filters
             await self.sampling.score_batch()  # whole, or a stop would save half of its credit
@@ -129,9 +138,13 @@ class Orchestrator:
         """One batch, from the buffer to the trainer."""
         for observer in self.observers:
             await observer.batch_taken(batch)
+
         frames = self.packer.pack(batch)
+
+        # Colocated engines sleep from here on: the trainer needs their GPUs for this batch.
         for observer in self.observers:
             await observer.batch_leaves(batch.step)
+
         room = f"trainer (room for batch {batch.step})"
         self.context.status.report("shipping", waiting_for=room)
         for observer in self.observers:  # first: its checkpoint may follow, and needs its records
@@ -145,11 +158,14 @@ class Orchestrator:
         task = asyncio.ensure_future(until_cancelled(work))
         try:
             await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
+            # Work that is done in the same moment keeps its result.
             if task.done():
                 return task.result()
+
             self.stop.result()  # if it failed, nobody has asked for a stop
             raise StopRequested
         finally:
+            # `asyncio.wait` cancels nothing itself.
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -171,6 +187,7 @@ class Orchestrator:
         if self._ends_early:
             self.context.status.report("stopping", waiting_for=f"trainer (weights of step {last})")
             await self.weights.drain(last)
+            # A batch without rows is the end, for every rank.
             frame = encode_batch(last + 1, [])
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()
@@ -186,6 +203,7 @@ async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
+
         name = getattr(work, "__qualname__", work)
         raise RunError(
             f"{name} was cancelled from inside: code of an environment or a plugin "

@@ -69,6 +69,7 @@ class Measurement(Observer):
             member=0,
             seed=self.context.config.seed,
         )
+
         group = list(await env.source.produce(request))
         for rollout in group:
             rollout.cut(self.context.config.seq_len)
@@ -78,6 +79,7 @@ class Measurement(Observer):
 
         for rollout in group:
             await score_rollout(env.hooks, rollout)
+
         await score_group(env.hooks, group)
         for rollout in group:
             stamp(rollout, action_loss_of(env.algorithm, rollout), self.context.losses)

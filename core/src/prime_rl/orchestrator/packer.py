@@ -86,13 +86,16 @@ def batch_to_pack(
     bundles: dict[tuple[int, ...], list[int]] = {}
     needs: set[str] = set()
     scopes: dict[int, int] = {}
+
     for number, rollout in enumerate(rollouts):
         group = groups.setdefault((rollout.env, rollout.group_id), len(groups))
         names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
+        # Pieces of a group share a bundle, so the widest scope of its losses counts for all.
         scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
+
         for sample in rollout.samples:
             if len(sample) > limit:
                 raise StreamError(
@@ -101,11 +104,13 @@ def batch_to_pack(
                     "scored, so a plugin has made this sample or made it longer: keep it within "
                     "host.seq_len."
                 )
+
             pieces.append(SampleToPack(sample, rollout.env, rollout=number, group=group))
 
     if _has_several_ages(pieces):
         needs.add("policy_lag")  # the trainer's metrics are by age then
     pieces = _without_incomplete(pieces, losses)
+
     for index, piece in enumerate(pieces):
         key = (piece.group, piece.rollout, index)
         # A wider scope distinguishes bundles by fewer parts of the key: the group alone
@@ -129,6 +134,7 @@ def _without_incomplete(pieces: Sequence[SampleToPack], losses: Components) -> l
     for (_, name), indices in by_group.items():
         samples = [left[index].sample for index in indices]
         masks = [members(sample, name) for sample in samples]
+
         shared = set.intersection(*(set(stream_names(sample)) for sample in samples))
         streams = {
             each: np.concatenate(
@@ -138,6 +144,7 @@ def _without_incomplete(pieces: Sequence[SampleToPack], losses: Components) -> l
         }
         if losses[name].cls.completes(streams):
             continue
+
         for index, sample in zip(indices, samples, strict=True):
             # Weights of 0, and the sample stays: other components may train its tokens.
             none = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
@@ -161,8 +168,10 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[int] = []  # the distinct amounts of room, ascending: few, so bisection stays cheap
     with_room: dict[int, list[int]] = {}  # amount of room -> rows that have it
+
     for index in order:
         length = lengths[index]
+        # Best fit: the smallest room that is large enough.
         at = bisect_left(rooms, length)
         if at == len(rooms):
             row = len(rows)
@@ -205,6 +214,7 @@ def pack_ranks(
                 f"row holds {capacity}. Raise trainer.micro_batch_tokens, or lower seq_len."
             )
 
+    # Also for several ranks: the number of these rows is how many they share.
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
     if num_ranks > 1:
@@ -223,6 +233,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     the others train a row."""
     pieces = [packing.pieces[i] for i in chosen] or [_idle(packing.pieces[0])]
     samples = [piece.sample for piece in pieces]
+
     # Sorted, so that one batch always makes the same bytes.
     names = sorted({piece.env for piece in pieces})
 
@@ -237,6 +248,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
         routes = concatenate(((len(s), s.routed_experts) for s in samples), ROUTES)
         if routes is not None:
             streams[ROUTES] = routes
+
     known: dict[str, Any] = {name: joined(name) for name in STREAMS}
     needs = packing.needs
     rollouts = [piece.rollout for piece in pieces] if "rollout_ids" in needs else None
@@ -259,6 +271,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
 
 
 def _idle(piece: SampleToPack) -> SampleToPack:
+    # Ranks gather the weights of each block together, so one without a row has to compute too.
     token = Sample(
         token_ids=piece.sample.token_ids[:1],
         loss_mask=np.zeros(1, np.bool_),
@@ -273,8 +286,9 @@ def _has_several_ages(pieces: Sequence[SampleToPack]) -> bool:
     known = [column for column in columns if column is not None]
     if not known:
         return False
+
     versions = np.concatenate(known)
-    sampled = versions[versions >= 0]
+    sampled = versions[versions >= 0]  # -1: no policy sampled the token
     return bool(len(sampled) and sampled.min() != sampled.max())
 
 
@@ -283,7 +297,7 @@ def _lag(sample: Sample, step: int) -> IntColumn:
     -1 where no policy sampled."""
     if sample.policy_versions is None:
         return np.full(len(sample), -1, np.int32)
-    lag = (step - 1) - sample.policy_versions
+    lag = (step - 1) - sample.policy_versions  # batch n is for the weights of version n - 1
     return np.where(sample.policy_versions >= 0, lag, -1).astype(np.int32)
 
 
@@ -312,15 +326,19 @@ class Packer:
         limit = self._config.seq_len
         self._check_streams(batch.kept)
         packing = batch_to_pack(batch.step, batch.kept, losses=self._losses, limit=limit)
+
         if self._config.trainer.router_replay:
             check_routes([*batch.kept, *batch.measured])
             packing = replace(packing, needs=packing.needs | {ROUTES})
+
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
+
         minibatches = self._config.trainer.minibatches
         measured = None
         if batch.measured:
             measured = batch_to_pack(batch.step, batch.measured, losses=self._losses, limit=limit)
             measured = replace(measured, needs=measured.needs | packing.needs & {ROUTES})
+
         ranks_of_a_row = self._config.trainer.context_parallel
         frames = batch_frames(
             packing,
@@ -337,6 +355,7 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
+        # Remembered beyond this batch, for the two envs may not meet in one.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():
@@ -378,6 +397,7 @@ def batch_frames(
     of a minibatch. ``one_env_per_row``: also equally many of each env, in the order of their names.
     ``measured``: what the trainer measures, in rows of its own."""
     costs = sample_costs([len(piece.sample) for piece in packing.pieces], attention_flops)
+
     # Minibatches take whole groups: credit compares siblings, so their gradients belong together.
     owners = [packing.pieces[bundle[0]].group for bundle in packing.bundles]
     totals = np.array([costs[bundle].sum() for bundle in packing.bundles])
@@ -395,6 +415,7 @@ def batch_frames(
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
         minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
+        # Rows of one env each, for an optimizer that weighs the gradients of envs.
         for each in _by_env(minibatch) if one_env_per_row else [minibatch]:
             packed = pack_ranks(
                 each, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -402,6 +423,7 @@ def batch_frames(
             for rank, rows in zip(ranks, packed, strict=True):
                 rank += [replace(row, minibatch=number) for row in rows]
 
+    # In rows that are marked: the trainer computes their loss after the step.
     if measured is not None:
         packed = pack_ranks(
             measured, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -416,12 +438,15 @@ def _by_env(packing: BatchToPack) -> list[BatchToPack]:
     """The pieces of each env by themselves. A bundle is of one group, so of one env."""
     pieces: dict[str, list[SampleToPack]] = {}
     bundles: dict[str, list[list[int]]] = {}
+
     for bundle in packing.bundles:
         env = packing.pieces[bundle[0]].env
         mine = pieces.setdefault(env, [])
         first = len(mine)
         mine += [packing.pieces[index] for index in bundle]
+        # Indices count from 0 in the pieces of each env.
         bundles.setdefault(env, []).append([*range(first, len(mine))])
+
     return [replace(packing, pieces=pieces[env], bundles=bundles[env]) for env in sorted(pieces)]
 
 

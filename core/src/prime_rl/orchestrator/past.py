@@ -58,6 +58,8 @@ class PastPolicies(Observer):
         self._num_loads = 0
         self._claims = Counter[int]()
         """Who uses a version or waits for it: it is not removed."""
+
+        # Versions after the checkpoint that the run resumes: it makes them again.
         for version in self.versions:
             if version > step:
                 shutil.rmtree(self._folder / f"step_{version}", ignore_errors=True)
@@ -98,6 +100,8 @@ class PastPolicies(Observer):
                     error,
                 )
                 return
+
+            # Version 0 always stays: the model that the run starts from.
             for old in self.versions[1 : -self._config.keep]:
                 if old != self._loaded and not self._claims[old]:
                     gone = self._folder / f".step_{old}"
@@ -106,6 +110,7 @@ class PastPolicies(Observer):
 
     def _keep(self, version: int) -> None:
         """Raises ``OSError``."""
+        # Under another name until it is whole, for `versions` may be read at any time.
         partial = self._folder / f".step_{version}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self._broadcasts / f"step_{version}", partial, copy_function=link_or_copy)
@@ -122,10 +127,12 @@ class PastPolicies(Observer):
         try:
             async with self._turn:
                 if version != self._loaded:
+                    # Later requests wait for `_turn`, so the users of the other one run out.
                     await self._unused.wait()
                     await self._load(version)
                 self._num_users += 1
                 self._unused.clear()
+
             try:
                 yield
             finally:
@@ -143,6 +150,7 @@ class PastPolicies(Observer):
                 f"{', '.join(map(str, self.versions))}. Ask for one of host.past_versions, or "
                 "raise orchestrator.past.keep."
             )
+
         self._loaded = None  # until it is done: a cancelled load may leave either
         while True:
             try:
@@ -150,6 +158,7 @@ class PastPolicies(Observer):
                 break
             except EngineGone:  # ``Fleet.run`` has the limit
                 await asyncio.sleep(RETRY_SECONDS)
+
         self._loaded = version
         self._num_loads += 1
         log.info("the past policy is version %d now", version)

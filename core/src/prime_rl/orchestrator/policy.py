@@ -96,9 +96,11 @@ class WeightWatcher:
         while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
             if held:
                 want_files(self._broadcasts)
+
             # A step may take an hour. Only time in which the trainer does nothing counts.
             if trainer_works(self._broadcasts.parent):
                 deadline = time.monotonic() + within
+
             if time.monotonic() > deadline:
                 lacks = f"the weights of step {version}, the last, are not in {self._broadcasts}"
                 raise RunError(f"{lacks} after {within:g} s in which the trainer did nothing")
@@ -107,8 +109,9 @@ class WeightWatcher:
             published = newest_version(self._broadcasts)
             if published not in (None, newest):
                 newest = published
-                deadline = time.monotonic() + within
+                deadline = time.monotonic() + within  # a new version shows that the trainer works
 
+        # No later update reads the metrics of the last steps.
         self._read_steps()
 
     async def _update_or_skip(self, version: int) -> None:
@@ -123,13 +126,17 @@ class WeightWatcher:
             newest = newest_version(self._broadcasts) or 0
             if newest <= version:
                 raise
+
             log.warning("version %d was not loaded, going on with %d", version, newest)
 
     async def _update(self, version: int) -> None:
         # The trainer writes a step's metrics before it announces the version that the step made.
         self._read_steps()
+
+        # They may hold the version back until the present one is no longer needed.
         for observer in self._observers:
             await observer.version_pending(version)
+
         self.policy.is_loading = True
         try:
             self._update_seconds = await self._fleet.update_weights(
@@ -162,6 +169,7 @@ class WeightWatcher:
             # Earlier lines are of the previous attempt, or were read before the file was replaced.
             if step.step >= self._next_step:
                 self._next_step = step.step + 1
+                # JSON has no NaN: the trainer writes null for it.
                 metrics = {name: math.nan if v is None else v for name, v in step.metrics.items()}
                 for observer in self._observers:
                     observer.step_trained(step.step, metrics)

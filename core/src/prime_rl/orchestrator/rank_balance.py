@@ -29,7 +29,7 @@ def plan_ranks(
     ``tight``: the samples in the fewest rows found. Each rank gets as few rows as that takes.
     ``costs``: the work of each sample (``sample_costs``). A sample may be a bundle of several.
     """
-    num_rows = -(-len(tight) // num_ranks)
+    num_rows = -(-len(tight) // num_ranks)  # rounded up
     even = _even_ranks(costs, lengths, capacity=capacity, num_ranks=num_ranks, num_rows=num_rows)
     if even is not None and imbalance(even, costs) <= TOLERANCE:
         return even
@@ -68,6 +68,7 @@ def _even_ranks(
         rows = spread(samples, costs, lengths=lengths, room=[capacity] * num_rows)
         if rows is None:
             return None
+
         ranks.append(sorted(rows, key=lambda row: -sum(costs[i] for i in row)))
 
     return ranks
@@ -79,6 +80,7 @@ def _deal(rows: Rows, costs: Floats, num_ranks: int) -> list[Rows]:
     order = sorted(range(len(rows)), key=lambda row: -work[row])
     ranks: list[Rows] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
+    # Neighbors in the order cost about the same: ranks compute them at the same time.
     for start in range(0, len(rows), num_ranks):
         least_first = sorted(range(num_ranks), key=totals.__getitem__)
         for rank, row in zip(least_first, order[start : start + num_ranks], strict=True):

@@ -62,7 +62,7 @@ def decode_rollouts(path: Path) -> dict[str, Any]:
     """The arguments of ``encode_rollouts`` by name, with each rollout as a ``StoredRollout``.
     Raises ``RunError`` if the file is truncated or of another kind."""
     try:
-        record: dict[str, Any] = {"waiting": [], "frames": []}
+        record: dict[str, Any] = {"waiting": [], "frames": []}  # older files lack them
         record |= msgspec.msgpack.decode(path.read_bytes())
         record["step"] = msgspec.convert(record["step"], int)
         for name in ("rollouts", "waiting"):
@@ -103,6 +103,7 @@ def _record(
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
     samples = []
     for sample in row["samples"]:
+        # Views of the file's bytes, so they are read-only.
         columns = {
             name: np.frombuffer(data, dtype).reshape(-1, *more)
             for name, (dtype, data, *more) in sample["columns"].items()

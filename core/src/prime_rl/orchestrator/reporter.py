@@ -57,14 +57,17 @@ class Reporter(Observer):
             "wire/bytes": float(sum(map(len, frames))),
             **weighted_means(take_logged()),
         }
+
         for source in self.sources:
             owner = getattr(source, "__self__", source)
             metrics |= checked_metrics(source(), owner, "take_metrics")
+
         self.log(batch.step, metrics)
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
 
+        # After the monitors: their time is no part of a step.
         self._last = time.perf_counter()
         return metrics
 
@@ -73,6 +76,7 @@ class Reporter(Observer):
         renamed = {re.sub("^time/", "time/trainer/", k): value for k, value in metrics.items()}
         if "time/wait_for_batch" in metrics:
             renamed["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
+
         with logged_metrics(plugin="") as logged:
             self._hooks.step_finished(step, ReadOnly(metrics))
         self.log(step, renamed | logged)
@@ -89,6 +93,7 @@ class Reporter(Observer):
                     f"step {step}: the metric {name!r} is {value!r}, expected a number. Log text "
                     "by a logger."
                 )
+
         for monitor in self._monitors:
             call = partial(monitor.log, step, ReadOnly(metrics))
             self._failures.guard(monitor.name, f"step {step}", call)

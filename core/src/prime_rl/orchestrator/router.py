@@ -60,10 +60,12 @@ class EngineRouter:
                     raise EngineFailed(f"{engine.client.label}: {failed.error}", status)
                 if status is None or status == 408 or status >= 500:
                     raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
+
             return last
 
         try:
             return await self.pool.ask(key, work)
         except GivenUp as error:
             lost = RolloutResult(ok=False, error_type=PROVIDER_ERROR, error=str(error))
+            # What the episode said is more exact than that all engines failed.
             return last or [lost]

@@ -67,6 +67,7 @@ class Sampling(Observer):
         self._installed = installed
         self._num_cut = 0
         """Samples that were longer than ``seq_len`` since the last metrics."""
+
         algorithms = {env.name: env.algorithm for env in envs}
         self._shared_state = SharedState(
             {env.name: [part.algorithm for part in parts_of(env.algorithm)] for env in envs}
@@ -78,6 +79,7 @@ class Sampling(Observer):
         """An algorithm is scoring a group or a batch: it may wait for a teacher."""
         self.curriculum: Curriculum | None = None
         """Weights and gates of the envs, for the status."""
+
         self.size = size or BatchSize(run.config.orchestrator.batch_size)
         self.dispatcher = Dispatcher(
             run.config,
@@ -100,13 +102,17 @@ class Sampling(Observer):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.dispatcher.run())
                 while True:
+                    # A full buffer takes no further group: `score_batch` relies on that pause.
                     await self.buffer.wait_for_room()
                     if self.dispatcher.arrivals.empty():
                         self.report()
+
+                    # As the wait begins: its seconds are counted under this name.
                     awaited = self.waits_for
                     started = time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
                     self.context.waited.add(f"wait/orchestrator/{awaited}", started)
+
                     await self._credit(group)
                     await asyncio.sleep(0)  # groups opened by this one start before the next
         finally:
@@ -116,6 +122,7 @@ class Sampling(Observer):
         """Score a complete group's survivors, and let them compete for a place in the batch."""
         env = group.env
         raise_late()
+
         rollouts = members(group.survivors)
         if group.num_failed:
             self.buffer.note_failed(group.num_failed, env.name)
@@ -124,20 +131,25 @@ class Sampling(Observer):
             outcome = "stopped" if env.limits else "cancelled"
             for observer in self._installed:
                 observer.rollouts_lost(env.name, outcome, group.num_cut_off)
+
         if rollouts:
             self.is_scoring = True
             with open_for_credit(rollouts):
                 await score_group(env.hooks, rollouts)
+            # State on an algorithm's class would leak into the credit of other envs.
             self._shared_state.check(env.name, "score_group", {"group": rollouts})
             self.is_scoring = False
+
             for observer in self._installed:
                 observer.group_scored(rollouts, self.engines.policy.version)
             self.sampler.observe(rollouts)
+
             # Stamping freezes the streams, and `score_batch` may still write them.
             if not env.hooks.scores_batches:
                 for rollout in rollouts:
                     stamp(rollout, action_loss_of(env.algorithm, rollout), self.context.losses)
                 check_places(env, rollouts)
+
             rejected = self.sampler.reject(rollouts)
             if rejected is None:
                 for other in self.envs:
@@ -146,6 +158,7 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
             env.source.settled(rollouts, rejected)
 
+        # After `add`: groups open by what the buffer holds, so this one has to be in it.
         self.dispatcher.taken(group)
 
     async def score_batch(self) -> None:
@@ -153,6 +166,7 @@ class Sampling(Observer):
         no group is scored: the buffer is full."""
         self.is_scoring = True
         waiting: dict[str, list[Rollout]] = {}
+
         for env in self.envs:
             of_env = [rollout for rollout in self.buffer.batch.kept if rollout.env == env.name]
             with open_for_credit(of_env):
@@ -160,6 +174,7 @@ class Sampling(Observer):
             if waiting[env.name]:
                 self._shared_state.check(env.name, "score_batch", {"groups": waiting[env.name]})
 
+        # Stamping comes last, for `score_envs` may still write the streams.
         for envs in self._sharing:
             first = envs[0]
             scored = {env.name: waiting[env.name] for env in envs}
@@ -167,9 +182,11 @@ class Sampling(Observer):
                 with open_for_credit(chain(*scored.values())):
                     await score_envs(first.hooks, scored)
                 self._shared_state.check(first.name, "score_envs", {"batches": scored})
+
             for env in envs:
                 for rollout in scored[env.name]:
                     stamp(rollout, action_loss_of(env.algorithm, rollout), self.context.losses)
+
         self.is_scoring = False
 
     def _next_group(self) -> tuple[TrainEnv, int]:
@@ -178,9 +195,10 @@ class Sampling(Observer):
 
     async def _run_rollout(self, group: OpenGroup, index: int) -> Sequence[Rollout] | None:
         """Produce one member of a group, and score what needs no siblings. None: it failed."""
-        # Distinct for every member of every group, and the same in every run of one seed.
+        # The same in every run of one seed, and distinct for the members of 2**19 groups in a row.
         # A group has fewer than 4096 members, so neighboring groups never share a seed.
         seed = (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
+
         # A member that joins an open group is sampled from newer weights, and ages with the group.
         version = self.engines.policy.version if group.env.limits else group.policy_version
         request = RolloutRequest(
@@ -191,7 +209,9 @@ class Sampling(Observer):
             seed=seed,
             prepare=partial(prepare, group.env),
         )
+
         try:
+            # Cut before it is scored: an algorithm may put its credit at the last token.
             rollouts = self._cut(group.env, await group.env.source.produce(request))
             for rollout in rollouts if group.env.limits else ():
                 rollout.policy_version = group.policy_version
@@ -211,10 +231,12 @@ class Sampling(Observer):
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
                 observer.rollout_failed(env, kind, result.num_sampled, result.num_turns)
+
             return None
 
         hooks = group.env.hooks
         with open_for_credit(rollouts):
+            # One rollout per trainable agent of the episode.
             await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
         return rollouts
 
@@ -222,6 +244,7 @@ class Sampling(Observer):
         """How many members an open group shall have, by those that it has judged so far."""
         env = group.env
         assert env.limits is not None
+        # In the order of the members, for how long a reply takes must not change the answer.
         first = range(group.num_judged)
         progress = GroupProgress(
             env=env.name,
@@ -242,10 +265,12 @@ class Sampling(Observer):
         self._num_cut += sum(rollout.cut(limit) for rollout in rollouts)
         left = [rollout for rollout in rollouts if rollout.samples]
         reason = f"no sampled token is among the first {limit} (seq_len)"
+
         if len(left) < len(rollouts):
             env.source.settled([each for each in rollouts if not each.samples], reason)
         if rollouts and not left:
             raise RolloutFailed(RolloutResult(ok=False, error_type="NoTokens", error=reason))
+
         return left
 
     # -- observer ---------------------------------------------------------------------------------
@@ -285,6 +310,7 @@ class Sampling(Observer):
             return "rate"
         if self.dispatcher.room() > 0:
             return "inference"
+
         return "trainer" if self.engines.policy.evaluated is None else "eval"
 
     def report(self) -> None:
@@ -298,12 +324,15 @@ class Sampling(Observer):
             "eval": f"evaluation of version {version}",
         }
         detail: dict[str, Any] = {} if share is None else {"evaluated": f"{share:.0%}"}
+
         paused = [engine.client.last_paused for engine in self.engines.fleet.serving]
         known = [seconds for seconds in paused if seconds is not None]
         if known:
             detail["last_pause"] = f"{fmean(known):.3f} s"
+
         if self.curriculum is not None and self.curriculum.is_configured:
             detail["envs"] = self.curriculum.summary
+
         size = self.size.places
         unit = " tokens" if self.size.by_tokens else ""
         limit = self.dispatcher.limit
@@ -321,9 +350,11 @@ class Sampling(Observer):
         measured = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
         measured["batch/truncated_samples"] = float(self._num_cut)
         self._num_cut = 0
+
         measured["dispatcher/inflight/train"] = float(self.dispatcher.num_inflight)
         measured["dispatcher/max_inflight"] = float(self.dispatcher.max_inflight)
         measured |= self.dispatcher.admission.leads.take_metrics()
+
         for env in self.envs:
             measured[f"dispatcher/cancelled/{env.name}"] = float(
                 self.dispatcher.cancelled[env.name]
@@ -347,6 +378,7 @@ def check_places(env: TrainEnv, group: Group) -> None:
     """Raises ``PluginError`` if more members of a stamped group train than places were kept."""
     if env.limits is None:
         return
+
     training = {rollout.episode_id for rollout in group if rollout.has_members}
     if len(training) > env.limits.trained:
         raise PluginError(

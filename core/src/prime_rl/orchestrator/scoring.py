@@ -48,9 +48,12 @@ FACTS = ("reward", "rewards", "metrics", "info")
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     _check_reward(rollout, "Fix the environment's reward function.")
+    # First, for plugins compare rewards: rounding would make equal ones differ.
     rollout.settle()
+    # Plugins may change these. A saved rollout is scored again by what they were before.
     rollout.given = _facts(rollout)
     await hooks.score_rollout(rollout)
+
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
     for sample, weights in weighed:
         if weights is not None:
@@ -65,7 +68,9 @@ def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
     rollouts = [*rollouts]
     for rollout in rollouts:
         rollout.open = True
+        # No other thread may write, unless a hook waits for it
         rollout.opened_by = threading.get_ident()
+
     try:
         yield
     finally:
@@ -75,6 +80,7 @@ def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
 
 def _facts(rollout: Rollout) -> dict[str, Any]:
     facts = {name: getattr(rollout, name) for name in FACTS}
+    # Copies of the dicts, for plugins change them in place.
     return {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
 
 
@@ -88,6 +94,7 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
     # A token that several samples have trains once, in the first of them.
     if sample.is_repeat is not None:
         weights = np.where(sample.is_repeat, np.float32(0.0), weights)
+
     before = sample.ce_weights
     # Several plugins may weigh one token: the largest weight wins, so their order does not matter.
     sample.ce_weights = weights if before is None else np.maximum(before, weights)
@@ -135,6 +142,7 @@ def sharing(algorithms: Mapping[str, Algorithm]) -> list[list[str]]:
                 break
         else:
             parts.append([env])
+
     return parts
 
 
@@ -143,6 +151,7 @@ def _check_reward(rollout: Rollout, way_out: str) -> None:
         is_finite = math.isfinite(rollout.reward)
     except OverflowError:  # an integer that is larger than any float
         is_finite = False
+
     if not is_finite:
         raise StreamError(
             f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward!r:.80}, "
@@ -164,17 +173,21 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     # Saved rollouts need the original facts only where a plugin has changed them.
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
+
     rollout.credited = "rl"
     if action_loss != "rl":
         for sample in rollout.samples:
             _route(rollout, sample, action_loss)
 
+    # First, for the checks below compute with the columns.
     _check_columns(rollout)
     trained = _check_complete(rollout, losses or installed_losses())
+    # If the action loss reads advantages, they drive it, and not rl.
     if action_loss in trained and "advantages" in trained[action_loss].required:
         rollout.credited = action_loss
     if losses is not None:
         _check_read(rollout, action_loss, losses)
+
     if (
         rollout.credited == action_loss
         and f"{action_loss}{WEIGHTS}" not in rollout.assigned
@@ -213,6 +226,7 @@ def _check_columns(rollout: Rollout) -> None:
                 problem = f"has the shape {column.shape} for {len(sample)} tokens"
             elif not np.isfinite(column).all():
                 problem = f"has the value {column[~np.isfinite(column)].flat[0]}"
+
             if problem:
                 raise StreamError(
                     f"env {rollout.env!r}, group {rollout.group_id}: {name} of sample {index} "
@@ -231,6 +245,7 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
             ours = np.where(sample.loss_mask, ours, before)
         sample.set_stream(name, ours)
 
+    # The tokens leave rl, unless the algorithm has weighed rl itself.
     if "rl_weights" not in rollout.assigned:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
@@ -245,6 +260,8 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
         for name in components(sample)
         if members(sample, name).any()
     ]
+
+    # For its error: no installed plugin has this component.
     for _, name in trained:
         try:
             losses[name]
@@ -261,6 +278,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
 
     for sample, name in trained:
         component = losses[name]
+        # The loss itself, and each head whose output it reads.
         reads = dict.fromkeys(component.required, "which")
         for head in component.read_heads:
             reads |= dict.fromkeys(head_required(head), f"whose head {head.name!r}")
@@ -284,6 +302,7 @@ def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> No
     name = component.name
     if not component.cls.compares_with_sampler:
         return
+
     if members(sample, name)[~sample.loss_mask].any():
         raise StreamError(
             f"{where}: {name}_weights weigh tokens that the policy did not sample, which have no "
@@ -304,9 +323,10 @@ def _check_read(rollout: Rollout, action_loss: LossComponent, losses: Components
     known = {name: [*losses[name].streams] for name in sorted(names) if name in losses}
     for name, read in known.items():
         read += [each for head in losses[name].read_heads for each in names_of(head.reads)]
+
     further = {name for sample in rollout.samples for name in sample.streams}
     for name in sorted(further - {each for read in known.values() for each in read}):
-        if not name.endswith(WEIGHTS):
+        if not name.endswith(WEIGHTS):  # core itself reads the weights of each component
             reads = "; ".join(f"{n} reads {', '.join(read)}" for n, read in known.items() if read)
             raise StreamError(
                 f"env {rollout.env!r}, group {rollout.group_id}: no loss of these tokens reads the "

@@ -116,18 +116,24 @@ class Sampled(RolloutSource):
         plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
         if ask.prepare is not None:
             await ask.prepare(plan)
+
+        # `prepare_rollout` may have lowered the size of the group: it goes without this member.
         if ask.member >= (plan.group_size or ask.member + 1):
             return []
+
         if self._past is None:
             results = await self._episode(ask, plan)
         else:
+            # By the group's version, so that all members meet the same opponent.
             if plan.past is None:
                 plan.past = self._past.draw(ask.policy_version)
             async with self._past.at(plan.past):
                 results = await self._episode(ask, plan)
+
         failure = next((result for result in results if not result.ok), None)
         if failure:
             raise RolloutFailed(failure)
+
         trainable = [result for result in results if result.trainable]
         if any(result.has_images for result in trainable):
             reason = "a message has an image, and there is no training on images; expected text"
@@ -137,6 +143,7 @@ class Sampled(RolloutSource):
         rollouts = [rollout for rollout in built if rollout.samples]
         if not rollouts:
             raise RolloutFailed(failed("NoTokens", "no agent left tokens to train"))
+
         return rollouts
 
     async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
@@ -173,6 +180,7 @@ class Sampled(RolloutSource):
         )
         rollout.episode_id = ask.member
         rollout.source = self.label
+
         if self._past is not None:
             rollout.info["past_version"] = plan.past
         rollout.task = result.task_fields or dict(self.task(ask.example_id))
@@ -208,6 +216,7 @@ class SampledFrozen(Sampled):
             headers_from_env=model.headers_from_env,
         )
         super().__init__(env, environment, router=router, sampling=sampling)
+
         self._slots = asyncio.Semaphore(model.max_concurrency)
         self._rendering = rendering
         self._chat = client == "chat"
@@ -219,6 +228,7 @@ class SampledFrozen(Sampled):
     def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
         if not self._chat:
             return super()._rollout(ask, plan, result)
+
         if result.had_tools:
             raise ConfigError(
                 f"env {self._env!r}: algo.sampling.client = 'chat' tokenizes the messages only. "
@@ -226,6 +236,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
 
+        # Without its branches, whose tokens another tokenizer may have made.
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:

@@ -7,11 +7,11 @@ settings. Instances compare by identity: two envs may run the same settings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from prime_rl.config.base import Removed
+from prime_rl.config.base import Removed, refuse_truth
 
 
 class PluginConfig(BaseModel):
@@ -26,6 +26,11 @@ class PluginConfig(BaseModel):
         defer_build=True, extra="forbid", frozen=True,
         use_attribute_docstrings=True, validate_default=True,
     )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth(cls, table: Any) -> Any:
+        return refuse_truth(cls, table)
 
 
 class Offer:

@@ -84,6 +84,7 @@ def read_status(path: Path) -> StatusReport | None:
         table: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         if "state" not in table:  # a key that we do not know may be of a newer version
             return None
+
         detail = dict(table.get("detail", {}))
         facts = msgspec.json.decode(str(detail.pop(FACTS, "{}")), type=Facts)
         table |= {"detail": detail, FACTS: asdict(facts)}

@@ -101,6 +101,7 @@ class Call:
         for name, value in self.arguments.items():
             if name == "batches":
                 return f"envs {', '.join(map(repr, value))}"
+
             while isinstance(value, list | tuple) and value:
                 value = value[0]
             if hasattr(value, "group_id"):
@@ -201,6 +202,7 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
     try:
         if not re.fullmatch(r"[\w.@-]+(/[\w.@-]+)*", name, re.ASCII):
             raise ValueError(name)
+
         logged.append((f"plugin/{plugin}/{name}", _number(value), _number(weight, 0.0)))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise PluginError(
@@ -235,6 +237,7 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
     for name, value, weight in logged:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
+
         if weight:
             pairs[name].append((float(value), float(weight)))
 
@@ -269,6 +272,7 @@ def running(
                 f"the coroutine {call.dropped[0]}() was never awaited, so its body has not run. "
                 "Write await before the call, in an async def."
             )
+
         unseen = call.unseen_error
         if unseen is not None:
             raise PluginError(
@@ -279,6 +283,7 @@ def running(
     except (StopIteration, StopAsyncIteration) as error:
         if not hook:
             raise
+
         # A coroutine around the hook would make a RuntimeError of it, without its traceback.
         refused = PluginError(
             f"it raised {type(error).__name__}: next() has found nothing. Give next() a default, "
@@ -298,6 +303,7 @@ def running(
         said = _no_exception(error, call) if hook else None
         if said is None:
             raise
+
         refused = PluginError(said)
         blame(refused, call)
         raise refused.with_traceback(error.__traceback__) from error
@@ -323,6 +329,7 @@ def _no_exception(error: BaseException, call: Call) -> str | None:
         cancelling = getattr(call.task, "cancelling", None)
         if cancelling is not None and cancelling():
             return None
+
         return (
             "it raised CancelledError, and nothing has cancelled the hook: what it awaited was "
             "cancelled, by itself or by another task. Catch it, and raise what is wrong."
@@ -403,6 +410,7 @@ def checked_metrics(metrics: Mapping[str, Any], owner: object, hook: str) -> Map
             )
             blame(error, Call(plugin, hook, owner=owner, arguments={}))
             raise error
+
     return metrics
 
 
@@ -451,17 +459,20 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         except StopIteration:
             if not isinstance(error, Exception):  # a cancelled run
                 raise error from None
+
             source = f"{fault(error) or f'{type(error).__name__}: {error}'}".splitlines()[0]
             raise PluginError(
                 f"this wrapper {SWALLOWED} ({source}), and the run would go on without its work. "
                 "Catch nothing around the yield; put what must run into a finally."
             ) from error
+
         raise RuntimeError("generator didn't stop: the wrapper has a second yield") from error
 
     try:
         wrapper.send(result)
     except StopIteration as end:
         return end.value
+
     raise RuntimeError("generator didn't stop: the wrapper has a second yield")
 
 

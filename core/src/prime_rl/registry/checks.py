@@ -53,12 +53,14 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
                 f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never "
                 "be called. Decorate it (an override needs it too) or rename it."
             )
+
         meant = None if marked or name in SPECS else _misspelt_hook(plugin, name, function)
         if meant:
             raise PluginError(
                 f"plugin {where}: {name!r} is no hook and has no @hookimpl, so it would never be "
                 f"called; did you mean {meant!r}? If it is a helper, begin its name with '_'."
             )
+
         if marked:
             _check_hook(name, function, where=where, group=group)
         _warn_of_deprecated(plugin, name, function=function, where=where)
@@ -77,6 +79,7 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
     for each in reversed(classes):
         if each is not object:  # its methods are no hooks
             members.update(vars(each))
+
     if not isinstance(plugin, type):
         members.update(getattr(plugin, "__dict__", {}))
 

@@ -52,6 +52,7 @@ class Guard:
                 raise PluginError(
                     f"{_place(rollout)}: rollout.reward is {rollout.reward!r}, expected a number"
                 )
+
             self._check_samples(rollout, before)
             for name, value in rollout.metrics.items():
                 if not is_number(value):
@@ -85,6 +86,7 @@ class Guard:
                     "twice, under the credit that was written last. Give each rollout a Sample of "
                     "its own: dataclasses.replace(sample, streams={})."
                 )
+
             seen.add(id(sample))
             sample.owner = mine
 

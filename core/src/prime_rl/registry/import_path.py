@@ -58,6 +58,7 @@ def import_function(
                 f"import_path {path!r}: module {module_name!r} has no {attribute!r}, expected a "
                 f"function of that name. {f'Did you mean {close[0]!r}?' if close else there}"
             )
+
         member = getattr(member, part)
 
     if not callable(member):
@@ -147,6 +148,7 @@ def _import(path: str, module: str) -> Any:
                 f"the working directory {here}. Start the run in its folder, or install its "
                 "package."
             ) from error
+
         raise ConfigError(
             f"import_path {path!r}: module {module!r} is there, but importing it failed: "
             f"{type(error).__name__}: {str(error).removesuffix('.')}. Fix it."
@@ -162,6 +164,7 @@ def _import_file(path: str, name: str) -> ModuleType:
         raise ConfigError(
             f"import_path {path!r}: there is no file {file} (working directory {os.getcwd()})"
         )
+
     spec = spec_from_file_location(file.stem, file.resolve())
     assert spec is not None and spec.loader is not None  # it ends in .py
     module = module_from_spec(spec)

@@ -96,6 +96,7 @@ class Hooks(pluggy.PluginManager):
             tracers = entries("prime_rl.tracers")
             if not tracers:
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
+
             for entry in tracers:
                 entry.load()(self, registered, self.label)
 
@@ -127,6 +128,7 @@ class Hooks(pluggy.PluginManager):
                     f"gave {answer!r}, expected a whole number from 1 to max_group_size = {most}. "
                     "Fix the plugin, or raise max_group_size in the config."
                 )
+
         return max(answers, default=progress.size)
 
     async def score_group(self, group: Group) -> None:
@@ -226,6 +228,7 @@ async def _call_async(
                 wrappers.enter_context(guard.checked())
                 wrappers.enter_context(contextmanager(passing_on)(function(*values)))
                 continue
+
             with call, guard.checked():
                 if inspect.isawaitable(result := function(*values)):
                     await result
@@ -347,12 +350,14 @@ def core_misfit(requires: Iterable[str]) -> str:
     unknown."""
     if find_spec("packaging") is None:  # the slim contract comes without
         return ""
+
     from packaging.requirements import Requirement
 
     for each in requires:
         requirement = Requirement(each)
         if requirement.name not in ("prime-rl-core", CONTRACT):
             continue
+
         here = f"{CONTRACT_VERSION}.0" if requirement.name == CONTRACT else _core_version()
         if not requirement.specifier.contains(here, prereleases=True):
             return f"it asks for {each}; {here} is here. Install a version that fits."

@@ -42,6 +42,7 @@ def misspelt_attribute(instance: Offer, base: Any) -> str:
         close = difflib.get_close_matches(name, declared, n=1, cutoff=0.85)
         if close:
             return _said(f"self.{name}", base, close[0])
+
     return ""
 
 
@@ -53,6 +54,7 @@ def _misspelt(cls: type[Any], base: Any, hooks: Iterable[str]) -> Iterator[str]:
         known = methods if is_method else attributes
         if name in attributes or name in methods:
             continue
+
         close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=LIKE)
         if close:
             yield _said(f"{cls.__qualname__}.{name}", base, close[0])
@@ -97,6 +99,7 @@ def _no_names(cls: type[Any], base: Any) -> Iterator[str]:
         value = inspect.getattr_static(cls, name, None)
         if not isinstance(getattr(base, name, None), tuple | frozenset) or _is_computed(value):
             continue
+
         said = f"{cls.__qualname__}.{name} is {value!r}, expected a tuple of names."
         if isinstance(value, str):
             yield f"{said} Write ({value!r},) with a comma."
@@ -116,6 +119,7 @@ def _not_declared(cls: type[Any], base: Any) -> Iterator[str]:
         value = inspect.getattr_static(cls, name)
         if _is_computed(value):
             continue
+
         words = [word for word in allowed if isinstance(word, str)]
         if words and isinstance(value, str) and value not in words:
             close = difflib.get_close_matches(value, words, n=1)
@@ -145,6 +149,7 @@ def _declared(base: Any) -> Mapping[str, tuple[Any, ...]]:
                 kind = get_type_hints(type(each.__name__, (), alone))[name]
             except NameError:
                 continue
+
             if get_origin(kind) is ClassVar:
                 (kind,) = get_args(kind)
             if get_origin(kind) is Literal:

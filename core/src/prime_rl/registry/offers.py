@@ -84,6 +84,7 @@ class Kind(Generic[AnyOffer]):
             # The last part of a list's entry is a number, and no name.
             if parts[-1] == "*" and not place[-1].isdecimal():
                 return place[-1]
+
             name = settings.get(selector)
             return name if isinstance(name, str) else None
 
@@ -214,10 +215,12 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     # Checked once: a further plugin clears the table (``Hooks.register``).
     if kind.name in hooks.offers:
         return hooks.offers[kind.name]
+
     by_name: dict[str, Offered[AnyOffer]] = {}
     for hook, offered in _registered(hooks, kind):
         if kind.observes not in ("", hooks.group):
             continue  # its process loads it from there: see ``unreached_observers``
+
         _check_class(offered, kind, hook)
         check_plugin(offered.cls, str(offered.source), hooks.group)
         # The same class from two plugins is no clash: one re-exports it.
@@ -251,6 +254,7 @@ def _registered(hooks: Hooks, kind: Kind[Any]) -> Iterator[tuple[str, Offered[An
             for cls in classes:
                 if hook == kind.hook and kind.observes and _sort(cls, source) not in (None, kind):
                     continue
+
                 yield hook, Offered(cls, source)
 
 
@@ -305,6 +309,7 @@ def _registered_twice(kind: Kind[Any], second: Offered[Any], first: Offered[Any]
             f"plugin {first.source} registers two {kind.plural} {name!r}: {classes[0]} and "
             f"{classes[1]}. Give each class a 'name' of its own."
         )
+
     return (
         f"{kind.name} {name!r} is registered twice: by plugin {first.source} and by plugin "
         f"{second.source}. Uninstall one, or list its plugin under plugins.disabled."
@@ -390,6 +395,7 @@ def select(
     package to install."""
     if name in offers:
         return offers[name].cls
+
     installed = ", ".join(offers) or "none"
     if not name:
         raise ConfigError(
@@ -430,6 +436,7 @@ def settings_of(
     """Validate a table by the config class its plugin brought. Raises ``ConfigError``."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where}: expected a table, got {settings!r}")
+
     table = where.removesuffix(".type")  # the settings stand beside the key that selects the class
     try:
         kept = without_removed_settings(settings, cls.config_class.removed, table)
@@ -451,6 +458,7 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
         if close and fits(TrainerConfig.model_fields[close[0]], tables[name]):
             problems.append(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
             continue
+
         # Tunings and observers share [trainer]: the index knows of which kind a missing one is.
         kind: Kind[Any] = TUNING if bringer(TUNING.name, name) else TRAINER_OBSERVER
         try:
@@ -460,6 +468,7 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
 
     if problems:
         raise ConfigError("\n".join(problems))
+
     return [
         each.cls(
             settings_of(

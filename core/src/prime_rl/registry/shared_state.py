@@ -40,11 +40,13 @@ class ClassState:
                     continue
                 if name not in before or name not in now:
                     return f"{cls.__qualname__}.{name}"
+
                 value, copy, defaults = before[name]
                 if now[name] is not value or not _equal(_content(value), copy):
                     return f"{cls.__qualname__}.{name}"
                 if not _equal(_defaults(value), defaults):
                     return f"a default argument of {cls.__qualname__}.{name}"
+
         return None
 
 
@@ -83,6 +85,7 @@ class SharedState:
         changed = state.changed() if state is not None else None
         if changed is None or state is None:
             return
+
         watched = {*state.classes}
         others = [
             repr(other)

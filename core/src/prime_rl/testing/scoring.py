@@ -90,6 +90,7 @@ def members_wanted(
             max_group_size=max_group_size,
         )
         size = max(hooks.wanted_members(progress), ended)
+
     return size
 
 
@@ -146,6 +147,7 @@ async def score_async(
                 for batch in by_env.values():
                     await hooks.score_batch(batch)
                 await hooks.score_envs(by_env)
+
             left = asyncio.all_tasks() - before
             if left:  # they may write credit, which is refused
                 await asyncio.wait(left, timeout=0.5)

@@ -83,6 +83,7 @@ class Checkpointer:
         """Whether a checkpoint follows ``step``; the orchestrator has begun one that time asks."""
         if not self._config.enabled or self._config.interval or step == last_step:
             return self._config.is_due(step, last_step)
+        # Rank 0 looks for all: two ranks could see it begun at different moments, and disagree.
         return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])
 
     def save(self, trainer: TrainerState, step: int, published: Path, status: Status) -> None:
@@ -93,6 +94,7 @@ class Checkpointer:
         self.wait(status)
         keep = partial(parallel.on_main, partial(self._keep, trainer, step, published))
         try:
+            # The trainer's part alone could never become a complete checkpoint.
             parallel.on_main(partial(self._check_orchestrators_part, step))
             retry(keep, f"begin the checkpoint of step {step}", status)
         except (OSError, WeightsError) as error:
@@ -117,10 +119,13 @@ class Checkpointer:
         before the next batch changes it. Raises ``OSError``."""
         target = unfinished(self._run_dir, step)
         save_states(trainer, target.states)
+
         kept = target.directory / PUBLISHED
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
+
         for file in published.iterdir():
+            # Marks of a broadcast: they say nothing about the checkpoint.
             if file.name not in (STABLE, MEMORY, MEETING):
                 link_or_copy(file, kept / file.name)
 
@@ -149,6 +154,7 @@ class Checkpointer:
             return
 
         try:
+            # After the new one is complete: a crash before that must leave the old ones.
             if parallel.rank() == 0:
                 retain(self._run_dir, self._config, self._in_use)
         except OSError as error:
@@ -166,6 +172,7 @@ class Checkpointer:
         if reference:
             write = unfinished(self._run_dir, step).write_reference
             parallel.on_main(partial(write, reference), self._group)
+
         folder = unfinished(self._run_dir, step).trainer
         parallel.on_all(lambda: write_shard(folder, state), self._group)
         parallel.on_main(partial(self._complete, step), self._group)
@@ -199,6 +206,7 @@ def save_states(trainer: TrainerState, folder: Path) -> None:
         target.mkdir(parents=True)
         with running(owner.name, hook="save", owner=owner):
             owner.save(target)
+
         if not any(target.iterdir()):
             target.rmdir()
     if folder.exists() and not any(folder.iterdir()):
@@ -209,6 +217,7 @@ def load_states(trainer: TrainerState, folder: Path) -> None:
     """Restore it. A state of a loss or head that the run has no more is left alone."""
     for component in trainer.losses.tables:
         trainer.losses[component]  # make it: its state is there before its first batch
+
     owners = trainer.stateful()
     for path in sorted(folder.glob("*")):
         owner = owners.get(path.name)
@@ -239,6 +248,7 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
         is_ours = parallel.rank() == 0
         if isinstance(tensor, DTensor):
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+            # Replicas have equal shards: the first of them writes.
             is_ours = not any(at for each, at in places if isinstance(each, Replicate))
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             part = tensor.to_local()
@@ -255,6 +265,7 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
         stream=iter(parts.values()),
         metadata={"DCP_SHARDING_INFO": json.dumps(offsets)},
     )
+    # `complete` flushes for rank 0's machine; each other machine flushes its own bytes.
     flush(path)
 
 
@@ -266,7 +277,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     """
     if reference := checkpoint.reference:
         trainer.references.reset(reference)  # its tensors, which are loaded in place
-    state = _state(trainer) | {"step": torch.tensor(-1)}
+    state = _state(trainer) | {"step": torch.tensor(-1)}  # overwritten by the load; checked below
     if (checkpoint.trainer / ".metadata").exists():
         raise ConfigError(
             f"--resume: {checkpoint.trainer} is of an earlier version: a pickle, which this one "
@@ -278,8 +289,10 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         saved = reader.read_metadata().state_dict_metadata.keys()
         if "cuda_rng" not in saved:
             state.pop("cuda_rng", None)  # it was written on CPU
+
         tensors = _tensors(state)
         for name in _never_stepped(state, saved):
+            # A key that the checkpoint lacks would fail the whole load.
             del tensors[name]
         with warnings.catch_warnings():  # that one rank has no process group
             warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -338,6 +351,7 @@ def _state(trainer: TrainerState) -> dict[str, Any]:
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     is_new = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer)
+
     if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
         for each in optimizer.state.values():
             if "step" in each:
@@ -362,6 +376,7 @@ def _never_stepped(state: dict[str, Any], saved: Collection[str]) -> list[str]:
         parents.update(".".join(parts[:end]) for end in range(1, len(parts)))
 
     never: list[str] = []
+
     for prefix, optimizer in optimizers.items():
         stepped = False
         missing: list[str] = []

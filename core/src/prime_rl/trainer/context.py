@@ -114,6 +114,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         size = dist.get_world_size(ctx.group)
+        # Each rank's loss reads all parts, so the gradient of a part is the sum over ranks.
         part = grad.new_empty(len(grad) // size, *grad.shape[1:])
         _reduce_scatter(part, grad.contiguous(), group=ctx.group)
         return part, None
@@ -123,6 +124,7 @@ class _Whole(torch.autograd.Function):
 def total(number: Tensor) -> Tensor:
     """The sum of what a row's ranks have, of any shape."""
     if _group is not None:
+        # `all_reduce` adds in place, and the caller still uses its own part.
         number = number.clone()
         dist.all_reduce(number, group=_group)
     return number
@@ -133,10 +135,10 @@ def heads_for_tokens(column: Tensor) -> Tensor:
     heads of all tokens."""
     _, heads, tokens, size = column.shape
     parts = num_parts()
+
     by_rank = column[0].reshape(parts, heads // parts, tokens, size)
-    received = parallel.exchange(
-        by_rank, _group
-    )  # [parts, H / parts, U / parts, D]: tokens by rank
+    # [parts, H / parts, U / parts, D]: tokens by rank
+    received = parallel.exchange(by_rank, _group)
     return received.transpose(0, 1).reshape(1, heads // parts, parts * tokens, size)
 
 
@@ -144,6 +146,7 @@ def tokens_for_heads(output: Tensor) -> Tensor:
     """[1, U, H / parts, D], this rank's heads of all tokens -> [1, U / parts, H, D]."""
     _, tokens, heads, size = output.shape
     parts = num_parts()
+
     by_rank = output[0].reshape(parts, tokens // parts, heads, size)
     received = parallel.exchange(by_rank, _group)  # [parts, U / parts, H / parts, D], by rank
     return received.transpose(0, 1).reshape(1, tokens // parts, parts * heads, size)

@@ -82,7 +82,9 @@ def token_logprobs(
         labels = labels[part]
         temperatures = None if temperatures is None else temperatures[part]
 
+    # Before the LM head: a kernel that fuses head and softmax has no logits to scale.
     hidden = hidden[sources] * scale
+
     computed = None
     # A head that is not a plain linear layer (one that PEFT trains whole) has to be called.
     if kernel is not None and cap is None and type(head) is nn.Linear:
@@ -92,6 +94,7 @@ def token_logprobs(
         logits = _call(head, hidden, cap)
         computed = apply(logits, temperatures, labels, entropy_gradient)
 
+    # A rank of several for one row has a part of the targets. The loss needs all of them.
     chosen, entropy = (context.whole(column, len(row.targets)) for column in computed)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
@@ -108,6 +111,7 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
         )
     else:
         absent = ids == np.iinfo(np.int32).min
+        # The absent value of int32 is the least, so that clip() makes it the id 0.
         wrong = ids[(ids >= size) | (ids < 0) & ~absent]
         if not len(wrong):
             return to_device(ids.clip(min=0), np.int64, row.token_ids.device)
@@ -178,11 +182,13 @@ class LogprobAndEntropy(torch.autograd.Function):
         softmax, temperatures, places, entropies = ctx.saved_tensors
         divisor = 1.0 if temperatures is None else temperatures[:, None]
         scale = grad.reshape(places.shape) / divisor
+        # Each label takes p * scale off every logit, so of several labels the sum is enough.
         total = scale.sum(1, keepdim=True)
         if entropies is None:
             logits_grad = softmax * -total
         else:
             slope = entropy_grad[:, None] / divisor
+            # dH/dz = -p (log p + H) / temperature, in place: [N, V] is the largest tensor here.
             logits_grad = torch.xlogy(softmax, softmax).mul_(-slope)  # 0 where p underflows
             logits_grad.addcmul_(softmax, total + slope * entropies[:, None], value=-1)
 

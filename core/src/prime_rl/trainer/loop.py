@@ -61,9 +61,11 @@ class Trainer(TrainerState):
         leaves the weights alone. So does one whose loss or gradient is not finite: raises
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
+        # A colocated trainer checks here: when it started, an engine held the device.
         self.self_check()
         metrics = BatchUpdate(self, step, rows=micro_batches, status=status).run()
         self.references.batch_trained()
+
         for owner in self.stateful().values():
             with running(owner.name, hook="batch_trained", owner=owner):
                 owner.batch_trained(step, metrics)
@@ -74,8 +76,10 @@ class Trainer(TrainerState):
         Metrics; none where it never does."""
         reset = self.config.reference_reset
         before = self.references.version
+        # A resumed run may have a reset reference although its config has no resets any more.
         if reset is None and not before:
             return {}
+
         is_due = reset is not None and step % reset.interval == 0
         if reset is not None and is_due:
             self.references.reset(step)
@@ -84,6 +88,7 @@ class Trainer(TrainerState):
                 self.optimizer.state.clear()
                 too = ", and its optimizer begins anew"
             logger.info("step %d: the reference is the policy of version %d%s", step, step, too)
+
         return {"reference/version": float(before), "reference/reset": float(is_due)}
 
 
@@ -111,11 +116,16 @@ def train(
         announced=receiver.announce,
         is_read=has_engines,
     )
+
+    # Whether the step before is saved: a run that is stopped after it must not save it twice.
     due = False
     saving = passing_on = 0.0  # of the step before, and reported with the next
+
     for observer in trainer.observers:
         observer.started(trainer, run_dir)
+    # A colocated trainer leaves the device to the engines while it waits for a batch.
     trainer.memory.unload()
+
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
         micro_batches = wait_for_batch(
@@ -136,13 +146,16 @@ def train(
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, status)
         trained = time.perf_counter()
+
         status.report("publishing weights", step=step)
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
         broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
+        # Before the announcement: their engines load version n before those of the policy do.
         publish_earlier(trainer, run_dir, step, status=status)
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
+
         metrics |= {
             "time/wait_for_batch": received - started,
             "time/broadcast_weights": written - trained + passing_on,
@@ -157,16 +170,20 @@ def train(
             balance = trainer.policy.balance
             if balance is not None and balance.num_choices.any():
                 append_row(run_dir / LOADS, {"step": step, **balance.table()})
+
         passing_on = broadcaster.announce(last)
         trainer.memory.give_back()  # what was used on the way to the engines, which have woken
         announced = time.perf_counter()
+
         if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
         saving = time.perf_counter() - announced
+
         for observer in trainer.observers:
             observer.step_done(step, metrics | {"time/save_ckpt": saving})
 
     if checkpointer is not None:
+        # Its thread may still be writing the last one.
         checkpointer.wait(status)
 
 
@@ -182,6 +199,7 @@ def publish_earlier(
         _publish(trainer, averages, "ema_logprobs", version=step, status=status)
 
     version = trainer.references.version
+    # Between resets the weights are the same, so a version is published once per reset.
     if trainer.publishes_reference and version and (resumed or version == step):
         # The one before stays until engines have loaded this one.
         interval = config.reference_reset.interval if config.reference_reset else step

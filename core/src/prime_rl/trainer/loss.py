@@ -76,6 +76,7 @@ class Counts:
         """N of a component; ``env``: that env's own."""
         if component.unit == "constant":
             return component.constant or 1.0
+
         numbers = self.members if component.unit == "tokens" else self.units
         if env is not None:
             # At least 1: the sum of a part without members is 0, and 0 / 0 would poison the step.
@@ -116,6 +117,7 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     # first backward pass.
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
     parts = context.by_row(parallel.gather((sent, sum(map(len, micro_batches)))))
+
     tokens = Counter()
     sequences = Counter()
     sizes = defaultdict(Counter)
@@ -175,8 +177,10 @@ def row_loss(
     # One pass serves both where the weights are still those that the batch began with.
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     known = {"top_logprobs": None, "entropies": entropies, "old_logprobs": old, **computed}
+
     for head in {head for name, _ in counts.members for head in losses[name].read_heads}:
         result.loss = result.loss + computed[head.name][:1].sum() * 0.0  # a gradient on every rank
+
     for name, whole in row.shares.items():
         component = losses[name]
         # A part has one divisor, and its tokens have the same optional streams.
@@ -191,6 +195,7 @@ def row_loss(
                 replace(call, outputs=_checked(component, losses, call.outputs))
                 for call in _calls(row, component, share=share, columns=columns)
             ]
+
             divisor = counts.divisor(component, env)
             part = torch.stack([call.outputs.loss for call in calls]).sum() / divisor
             # A loss that detached its input would train nothing, and every metric would look right.
@@ -200,6 +205,7 @@ def row_loss(
                     f"its value, {float(part):.3g}, has no gradient: nothing would be learned. "
                     "Compute it from inputs.trainer_logprobs, without detach() or no_grad()."
                 )
+
             result.loss = result.loss + part
             result.parts[name] = result.parts.get(name, 0.0) + part.detach()
             result.calls += calls
@@ -252,7 +258,7 @@ def _columns(
             columns[name] = given[name]
         elif name == "sequence_ids":
             columns[name] = row.sequence_ids
-        elif name == "policy_lag":
+        elif name == "policy_lag":  # None: the batch does not say
             columns[name] = row.streams.get(name)
         elif (of_sequences := row.of_sequences.get(name)) is not None:
             dtype = np.float32 if name == "temperatures" else np.int64
@@ -286,6 +292,7 @@ def _columns(
     columns.setdefault("ref_logprobs", None)
     if columns.get("advantages") is None:
         columns["advantages"] = torch.zeros_like(row.inference_logprobs)
+
     return columns
 
 
@@ -293,10 +300,12 @@ def _weights(row: PackedRow, component: Component, share: Share, counts: Counts)
     """The members' weights [T], each over its unit's size if units are averaged."""
     if not component.scales_tokens:
         return share.weights
+
     owners = np.repeat(np.arange(len(row.lengths)), row.lengths)
     sizes = np.bincount(owners[share.tokens], minlength=len(row.lengths)).astype(np.float64)
     if component.unit != "sequences":
         ids = row.of_sequences[f"{component.unit[:-1]}_ids"]
+        # Over the whole step: other members may be in other rows, or on other ranks.
         for s in share.sequences:
             of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
             sizes[s] = of_env[int(ids[s])]
@@ -371,6 +380,7 @@ def _inputs(
     for name, default in component.defaults.items():
         if default is None and name in row.absent and row.absent[name][list(sequences)].any():
             kept[name] = None
+
     heads = [head.name for head in component.read_heads]
     streams = {name: kept[name] for name in (*component.streams, *heads)}
     known: dict[str, Any] = {name: column for name, column in kept.items() if name in FIELDS}
@@ -403,6 +413,7 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
                     f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
                     f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."
                 )
+
         metrics = {labels[metric]: value for metric, value in outputs.metrics.items()}
         return replace(outputs, metrics=metrics)
 

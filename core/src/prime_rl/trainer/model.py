@@ -66,19 +66,23 @@ class Policy(nn.Module):
         self.kernel.prepare(config.compile is not False)
         self.compiled = False
         """The decoder blocks are."""
+
         self.model = model
         self.heads = nn.ModuleList(heads)
         self.read: Container[str] = ()
         """The computed columns and the heads that losses of the batch read."""
+
         self.packing = self.packings(model.device)[0]
         self.resident_experts: list[nn.Module] = []
         """Modules whose weights stay on their ranks (``trainer.expert_parallel``)."""
+
         is_observed = config.router_replay or config.watches_experts
         self.mixtures = observe_routers(model) if is_observed else []
         """Empty: routers are not observed."""
         self.balance: ExpertBalance | None = None
         """Of the batch that trains. None: nothing is counted."""
         self.routers_have_biases = have_biases(model)
+
         if config.balance_loss:
             check_routers(model, "trainer.balance_loss")
         if config.watches_experts and not self.mixtures:
@@ -111,6 +115,7 @@ class Policy(nn.Module):
         packings = [*self.kernel.packings(device), APART]
         if context.num_parts() == 1:
             return packings
+
         splitting = [each for each in packings if each.splits_rows]
         if not splitting:
             raise ConfigError(
@@ -125,6 +130,7 @@ class Policy(nn.Module):
         attention."""
         for model in (self.model, *(each.model for each in self.heads if each.model is not None)):
             use_attention(cast(PreTrainedModel, model), packing.attention)
+
         self.packing = packing
 
     def forward(
@@ -134,16 +140,21 @@ class Policy(nn.Module):
         ``replay``: takes the experts of the sampler."""
         packing = self.packing
         read = [head for head in self.heads if head.name in self.read]
+        # The layout keeps the sampler's routes; a pass without replay must not follow them.
         layout = row.layout if replay is not None else replace(row.layout, routes=None)
+
         watched = None
         # Rows that train: not that of an idle rank, nor passes without a gradient.
         if self.balance is not None and torch.is_grad_enabled() and len(row.targets):
             watched = Watched(watcher=self.balance)
+
         with choosing(replay), watching(watched):
             hidden = packing.hidden_states(self.model, layout)
+
         heads: dict[str, Tensor] = {}
         for head in read:
             heads |= head(row, hidden, packing, self.kernel)
+
         options = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
         return *token_logprobs(self.model, row, packing, self.kernel, *options), heads
 
@@ -152,6 +163,7 @@ class Policy(nn.Module):
         none. Raises ``StreamError`` if they do not fit the model."""
         if row.layout.routes is None:
             return None
+
         routes = context.part_of_tokens(row.layout.routes)
         num_layers = self.model.config.get_text_config().num_hidden_layers
         return Replay(routes, self.mixtures, num_layers)
@@ -174,16 +186,20 @@ def make_policy(
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
     context.join_ranks(config.context_parallel)
+
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy = Policy(model, config, heads=modules, kernel=kernel)
     half = in_half(config, device)
     summed_in = reduce_dtype(config)
+
     if config.compile == "auto":
         _compile_if_worth_it(policy, config, device)
     else:
         policy.prepare_blocks(config, device, compiled=config.compile)
+
     experts = resident_experts(model, config, policy.kernel)
     policy.resident_experts = experts
+    # Also on one rank in bfloat16: FSDP rounds a block's weights while the block runs.
     if parallel.several_ranks() or half:
         parallel.shard(
             policy,
@@ -197,6 +213,7 @@ def make_policy(
             experts=experts,
             reduces_in=summed_in,
         )
+        # A pass that is not `forward`: without this no hook gathers the shards.
         register_fsdp_forward_method(policy, "plain_logprobs")
 
     return policy.to(home or device)
@@ -209,6 +226,7 @@ def resident_experts(
     ``ConfigError`` if the model, the kernel or the number of ranks does not allow it."""
     if not config.expert_parallel:
         return []
+
     experts = experts_of(model)
     problem = ""
     if not experts:
@@ -232,6 +250,7 @@ def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.de
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
     worth_it = num_weights >= WORTH_COMPILING and not in_blocks
+
     if device.type == "cuda" and worth_it:
         try:
             policy.prepare_blocks(config, device, compiled=True)
@@ -260,6 +279,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     made = path / READY if launch.wait_for_model else launch.initial
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
+        # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
         while made.name not in names_in(made.parent):
             time.sleep(POLL_SECONDS)
 
@@ -304,11 +324,13 @@ def load_model(
     its kind.
     """
     transformers_logging.disable_progress_bar()
+
     device = choose_device(config.device)
     in_shards = parallel.several_ranks() or in_half(config, device)
     model = cast(Any, None)
     missing = list[str]()
     try:
+        # No rank holds the whole: `parallel.fill` reads its shards from the files.
         if in_shards:
             model = unread_model(model_path)
         whole = model is None

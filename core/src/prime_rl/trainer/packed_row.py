@@ -108,15 +108,19 @@ def make_row(
     the experts of the sampler are replayed."""
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
+    # [T]: where each token of the row lies in the micro batch.
     tokens = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in order])
+
     lengths = micro_batch.sequence_lengths[order].astype(np.int64)
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
+
     shares = _shares(micro_batch, tokens, sequence_ids=sequence_ids, device=device)
     trained = _union([each.tokens for each in shares.values()])
     targets = trained[positions[trained] > 0]
+
     streams = {
         name: column[tokens]
         for name in stream_names(micro_batch)
@@ -124,7 +128,9 @@ def make_row(
         and name != ROUTES
         and (column := stream(micro_batch, name)) is not None
     }
+    # A sequence has a stream for all of its tokens or for none: its first token tells.
     absent = {name: is_absent(column[positions == 0]) for name, column in streams.items()}
+
     ids: dict[str, npt.NDArray[Any]] = {
         "temperatures": micro_batch.temperatures,
         "order": np.arange(len(order)),
@@ -147,12 +153,14 @@ def make_row(
         layout = lay_out(token_ids)
     else:
         layout = _routed_layout(lay_out, token_ids, routes=routes[tokens], device=device)
+
     return PackedRow(
         layout=layout,
         lengths=tuple(lengths.tolist()),
         token_ids=to_device(token_ids, np.int64, device),
         sequence_ids=to_device(sequence_ids, np.int64, device),
         targets=to_device(targets, np.int64, device),
+        # None saves the loss a division of all logits.
         temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
         inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
         streams={n: to_device(c, c.dtype.type, device) for n, c in streams.items()},
@@ -184,11 +192,13 @@ def _routed_layout(
     absent = is_absent(routes)
     parts = [token_ids[:, None].view(np.uint8), routes.reshape(len(routes), -1).view(np.uint8)]
     keys = np.ascontiguousarray(np.concatenate(parts, axis=1))
+    # Each row of bytes as one value, so that equal rows are found by one sort.
     rows = keys.view(np.dtype((np.void, keys.shape[1]))).ravel()
     _, first, numbers = np.unique(rows, return_index=True, return_inverse=True)
 
     layout = lay_out(numbers.astype(np.int64))
     at = to_device(first, np.int64, device)[layout.token_ids]  # [U]
+
     chosen = to_device(routes, np.uint8 if routes.dtype == np.uint8 else np.int32, device)[at]
     has_none = to_device(absent, np.bool_, device)[at]
     return replace(

@@ -96,15 +96,18 @@ class Packing:
         of a causal model attends to it."""
         documents = list(torch.split(layout.token_ids, list(layout.lengths)))
         sizes = batch_sizes(layout.lengths)
+
         routes = None
         if layout.routes is not None:
             routes = list(torch.split(layout.routes, list(layout.lengths)))
+
         states = []
         start = 0
         num_calls = max(parallel.gather(len(sizes)))
         for size in sizes:
             batch = documents[start : start + size]
             num_owners = pad_sequence([torch.ones_like(each) for each in batch], True)
+
             replayed: AbstractContextManager[None] = nullcontext()
             if routes is not None:
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
@@ -117,7 +120,7 @@ class Packing:
         whole = torch.cat(states)
         # Each call gathers sharded weights, so every rank has to make as many calls. An idle call
         # has to be part of the graph: the backward pass gathers too.
-        with choosing(None), watching(None):
+        with choosing(None), watching(None):  # it has nothing to replay or to count
             for _ in range(num_calls - len(sizes)):
                 whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
         return whole

@@ -76,6 +76,7 @@ def _join(rank: Rank, device: torch.device, store: Any) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device.index or 0)
 
+    # -1: torch takes rank and size from the environment, as torchrun sets it.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -133,6 +134,7 @@ def gather(value: Any, group: RankGroup = None) -> list[Any]:
     if not several_ranks():
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
     # Two collectives: all ranks have to agree on a size before they exchange bytes.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
@@ -141,6 +143,7 @@ def gather(value: Any, group: RankGroup = None) -> list[Any]:
     padded[: len(data)] = data
     columns = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(columns, padded, group=group)
+
     pairs = zip(columns, lengths, strict=True)
     return [json.loads(column[:length].numpy().tobytes()) for column, length in pairs]
 
@@ -215,6 +218,8 @@ def _agree(error: Exception | None, group: RankGroup = None) -> None:
     gathered = gather(None if error is None else [of_disk, str(error)], group)
     errors = [(number, *each) for number, each in enumerate(gathered) if each is not None]
     lasting = [each for each in errors if not each[1]]
+
+    # Its own error first, unless it could retry and another rank could not.
     if error is not None and not (of_disk and lasting):
         raise error
     for number, may_retry, text in lasting or errors:
@@ -241,6 +246,7 @@ def exchange(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: RankGroup, sent: Any, received: Any) -> Tensor:
+        # Gradients go back along the same way: what was received is sent.
         ctx.way_back = group, received, sent
         return _exchanged(rows, group, sent=sent, received=received)
 
@@ -306,19 +312,23 @@ def shard(
 
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
+    # FSDP reads the mesh: of two dimensions, it replicates over the first.
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # otherwise ten minutes, with NCCL
         set_timeout(_limit, group)
+
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # several of a tied one
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
 
+    # On meta while FSDP cuts them, so that no rank needs memory for the whole model.
     for value, where in places.items():
         _put(where, value.detach().to("meta"), value)
+
     resident = {weight for module in experts for weight in module.parameters()}
     ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
@@ -328,11 +338,12 @@ def shard(
             reduce_dtype=torch.float32 if module in exact else reduces_in,
         )
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy, **ignored)
+        # Sums and not means: the loss has its global counts already (deviation 1).
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
     while places:
-        value, where = places.popitem()
+        value, where = places.popitem()  # a whole weight is freed once its shard is filled
         (module, name), *_ = where
         dtype = torch.bfloat16 if half and tuned and not value.requires_grad else None
         weight = module.get_parameter(name)
@@ -391,6 +402,7 @@ def first_row(tensor: Tensor) -> int:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         cuts = zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
+        # As torch.chunk cuts n parts: ceil(rows / n) each, and the last ones what is left.
         place = sum(min(i * -(-rows // n), rows) for each, n, i in cuts if each.is_shard(0))
     return place
 

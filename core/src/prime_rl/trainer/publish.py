@@ -78,6 +78,7 @@ class Broadcaster:
         self._status = status
         self._sender = sender
         self._announce_to = announced
+
         self.announced = -1
         """The newest version that this process has announced; -1: none yet."""
         self._writer: FileWriter | None = None
@@ -92,10 +93,12 @@ class Broadcaster:
         """Before a version is announced. ``exact``: a checkpoint will keep its files, unrounded.
         ``last``: no engine will load it. A version that is written is not sent."""
         files_only = exact or last or self._as_files
+
         # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
         # in different collectives.
         sends = not (files_only or _from_main(self._files_wanted()))
         self._version = version
+
         if sends:
             self._held = "memory"
             self._check_values()  # here, where a colocated trainer still has the device
@@ -123,7 +126,7 @@ class Broadcaster:
         seconds until they have the version, or can read it."""
         if self._held == "copies" and self._writer is not None:
             self._writer.submit(self._version)
-            return 0.0
+            return 0.0  # its thread announces it when the files are there
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
@@ -138,11 +141,14 @@ class Broadcaster:
         sender = self._sender
         if self._held != "memory" or sender is None:
             return 0.0
+
         text = f"engines (to take weights version {version})"
         facts = Facts(waits_for="engines")
         self._status.report("waiting", waiting_for=text, facts=facts, step=version)
+
         directory = self._publisher.path(version)
         main = parallel.rank() == 0
+        # Rank 0 looks at the engines alone; the others wait for its order in this exchange.
         order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
@@ -165,10 +171,12 @@ class Broadcaster:
         # Files are there by themselves; before the first version an engine has nothing to ask for.
         if self._as_files or self._version < 0:
             return batch
+
         wanted = parallel.rank() == 0 and self._files_wanted()
         answers = parallel.gather([batch, wanted])
         if answers[0][1]:
             self._write_files()
+
         return all(has for has, _ in answers)
 
     @property
@@ -205,6 +213,7 @@ class Broadcaster:
         write = partial(self._publisher.write, self._model, self._version, exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
+            # Else every later version would be written as files too, and never sent.
             (self._publisher.directory / FILES_WANTED).unlink(missing_ok=True)
 
     def _header(self) -> Header:
@@ -261,6 +270,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
     def end() -> None:
         if tuning is not None:
             tuning.merge(model_dir, adapter, unfinished)
+        # Another attempt may have begun during the merge: then this one must not publish.
         check_current()
         unfinished.rename(directory)
 
@@ -278,5 +288,6 @@ def copy_model_files(
     for file in model_dir.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name[0] != ".":
             shutil.copy(file, directory)
+
     config.save_pretrained(directory)
     put_chat_template(run_dir, directory)

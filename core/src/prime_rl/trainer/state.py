@@ -59,6 +59,7 @@ class TrainerState:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
+        # The model may be on the host or still in its files, so its device is not the trainer's.
         if parallel.several_ranks() or self.colocated or self.device.type == "meta":
             self.device = choose_device(self.config.device, Rank.of_process())
         home = HOST if self.colocated else self.device
@@ -66,24 +67,30 @@ class TrainerState:
         self.policy = make_policy(
             self.model, self.device, config=self.config, heads=heads, kernel=self.kernel, home=home
         )
+
         self.dtype = compute_dtype(self.config.dtype, self.device)
         self.half = self.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
+
         self.replay: Replay | None = None
         """The replay of the last forward pass. None: the routers decided by themselves."""
+
         optim = self.config.optim
         maker = self.maker or make_optimizer(optim, Hooks())
         self.weighing = maker if maker.weighs_envs else None
         """The maker, if it weighs the gradients of the envs."""
+        # After `make_policy`: sharding has put other parameters in the place of the model's.
         self.optimizer = build_optimizer(
             maker, self.model, lr=optim.lr, weight_decay=optim.weight_decay
         )
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]
+
         scheduler = self.config.scheduler.fitted(self.max_steps)
         self.learning_rate = make_schedule(scheduler, optim.lr, self.max_steps)
+
         self.references = References(
             self.model, self.config, folder=self.initial, on_host=self.colocated
         )
@@ -112,6 +119,7 @@ class TrainerState:
         loss is one of them as soon as a batch has read it, on every rank."""
         owners: dict[str, Loss | Head] = {}
         for name, component in self.losses.made.items():
+            # With its name: another loss may be `rl` after a resume, and must not get this state.
             key = f"rl.{component.cls.name}" if name == "rl" else name
             owners[key] = component.loss
         for name, head in self.losses.heads.items():
@@ -140,10 +148,13 @@ class TrainerState:
                 f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
                 f"to {size - 1}, the policy's vocabulary. Use the policy's tokenizer."
             )
+
         read = [head for name, head in self.losses.heads.items() if name in self.policy.read]
         with_ends = any(head.reads_ends for head in read)
+
         if self.policy.mixtures:
             check_routes(micro_batch, self.policy.mixtures[0].num_experts)
+
         return make_row(
             micro_batch,
             self.device,

@@ -56,6 +56,7 @@ class BatchUpdate:
         self.trainer = trainer
         self.step = step
         self.status = status
+
         self.measured = [row for row in rows if row.minibatch == MEASURED]
         # A batch that only measures has one minibatch without rows, whose step is skipped: every
         # batch makes a version.
@@ -83,6 +84,7 @@ class BatchUpdate:
                 has_biases=trainer.policy.routers_have_biases,
             )
         trainer.policy.balance = self.balance
+
         self.sums: list[StepMetrics] = []
         self.step_metrics: list[dict[str, float]] = []
         """Metrics of each optimizer step."""
@@ -103,10 +105,12 @@ class BatchUpdate:
         seconds = 0.0
         started = time.perf_counter()
         metrics: dict[str, float] = {}
+
         # Before any optimizer step: later minibatches compare with the same earlier weights, which
         # are exchanged for the policy's once per column.
         for column in self.references:
             self.look_back(column)
+
         if self.looks_ahead:
             with torch.no_grad():  # the rows of the first minibatch go forward before any change
                 for micro_batch in (row for part in self.parts[1:] for row in part):
@@ -150,12 +154,15 @@ class BatchUpdate:
         equally many of them."""
         if not self.measured:
             return {}
+
         trainer = self.trainer
         counts = count_members(self.measured, trainer.losses)
         losses = {name for name, _ in counts.members}
         for name in sorted(losses):
             check_declared(trainer.losses[name])
+        # Its losses may be others than those of the batch.
         trainer.policy.read = {each for name in losses for each in trainer.losses[name].computed}
+
         total = 0.0
         for micro_batch in self.measured:
             row, logprobs, entropies, computed = trainer.forward(micro_batch)
@@ -170,6 +177,8 @@ class BatchUpdate:
             )
             total += sum(float(part) for part in loss.parts.values())
         parallel.reshard(trainer.policy)
+
+        # Parts are divided by the counts of all ranks, so ranks add up: one rank for each row.
         return {
             "validation/loss": sum(context.by_row(parallel.gather(total))),
             "validation/tokens": float(sum(counts.members.values())),
@@ -181,6 +190,7 @@ class BatchUpdate:
         bound = self.trainer.config.optim.max_norm
         if self.trainer.weighing is None:  # else of each env, before their products
             self._sum_resident()
+
         modules = {"optim": self.trainer.model}
         # A critic's large gradient must not shrink the policy's.
         for name, (head, _) in self.trainer.heads.items():
@@ -206,12 +216,14 @@ class BatchUpdate:
         policy = self.trainer.policy
         read = policy.read
         policy.read = ()  # the pass computes logprobs alone
+
         with self.trainer.references.within(column):
             for micro_batch in (row for part in self.parts for row in part):
                 # Other weights choose other experts: theirs are their routers' own.
                 _, logprobs, *_ = self.trainer.forward(micro_batch, with_replay=False)
                 self.references[column][id(micro_batch)] = logprobs
             parallel.reshard(policy)
+        # Later passes of the batch compute what its losses read.
         policy.read = read
 
     def look_ahead(
@@ -219,13 +231,17 @@ class BatchUpdate:
     ) -> PackedRow:
         """At its first forward pass of the batch: keep the logprobs of a row, and write the streams
         of heads. The row with them."""
+        # A row of a later epoch: what it had at the batch's start is kept already.
         if id(micro_batch) in self.old_logprobs or not self.looks_ahead:
             return row
+
         self.old_logprobs[id(micro_batch)] = logprobs.detach()
         if self.trainer.heads.keys().isdisjoint(computed):
             return row
+
         columns = {name: column[id(micro_batch)] for name, column in self.references.items()}
         write_streams(micro_batch, row, computed=computed | columns, losses=self.trainer.losses)
+        # The columns of the micro batch have changed, so the row is made again.
         return self.trainer.row(micro_batch)
 
     def forward_backward(
@@ -235,6 +251,7 @@ class BatchUpdate:
         envs, where the optimizer weighs them."""
         trainer = self.trainer
         metrics = StepMetrics(counts)
+
         if self.balance is not None:
             self.balance.num_tokens = counts.num_tokens
         if trainer.weighing is None:
@@ -249,6 +266,7 @@ class BatchUpdate:
             self._sum_resident()
             gradients.keep(env)
             done += len(of_env)
+
         replicas = trainer.config.dp_replicate
         return metrics, gradients.combine(trainer.weighing, self.step, replicas)
 
@@ -259,6 +277,7 @@ class BatchUpdate:
         minibatch's ``rows``, in order; after the last, ranks have what they share."""
         trainer = self.trainer
         counts = metrics.counts
+
         for number in numbers:
             micro_batch = rows[number]
             if self.status is not None:
@@ -289,8 +308,10 @@ class BatchUpdate:
             entropies = entropies.detach()
             compared = ratio_tokens(row, trainer.losses)
             metrics.observe(row, logprobs, entropies=entropies, loss=loss, compared=compared)
+
             if trainer.config.router_replay:
                 self.observe_routers(metrics, micro_batch, logprobs=logprobs, compared=compared)
+
             for observer in trainer.observers:
                 with running(observer.name, hook="row_trained", owner=observer):
                     observer.row_trained(
@@ -312,8 +333,10 @@ class BatchUpdate:
         if replay is not None:
             flipped, replayed = (context.total(number) for number in replay.flips)
             metrics.add_mean("router/flipped", flipped, replayed)
+
         if self.has_compared:
             return
+
         self.has_compared = True
 
         # One row is enough to see the gap, and costs one forward pass for each batch.
@@ -322,10 +345,12 @@ class BatchUpdate:
         row, own, *_ = self.trainer.forward(micro_batch, with_replay=False)
         parallel.reshard(self.trainer.policy)
         self.trainer.policy.read = read
+
         at = to_device(compared, np.int64, own.device)
         number = at.new_full((), len(at))
         for name, column in (("replayed", logprobs), ("own", own)):
             log_ratio = column[at] - row.inference_logprobs[at]
+            # k3 of KL(μ || π), as in the metrics of the step, so that both compare with it.
             mismatch_kl = (log_ratio.expm1() - log_ratio).sum()
             metrics.add_mean(f"router/mismatch_kl_{name}", mismatch_kl, number)
 
@@ -344,7 +369,9 @@ class BatchUpdate:
 
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
+        # A finite step ends the series of bad ones. `report_bad_step` counts this one.
         trainer.num_bad_steps = trainer.num_bad_steps if bad else 0
+
         where = f"step {step}"
         fate = f"version {step} has the weights of version {step - 1}"
         if len(self.plan) > 1:
@@ -369,6 +396,7 @@ class BatchUpdate:
         norm = metrics["optim/grad_norm"]
         loss = metrics["loss/mean"]
         reason = f"{where}: the gradient norm is {norm}, the loss {loss}. "
+
         for observer in trainer.observers:
             sentences = observer.bad_step(self.step, rows)
             if sentences:
@@ -376,6 +404,7 @@ class BatchUpdate:
 
         # A batch counts once, and only if none of its optimizer steps was finite.
         trainer.num_bad_steps += self.num_bad == len(self.plan)
+        # A run that is shorter than the limit fails too, if none of its steps was finite.
         if trainer.num_bad_steps >= min(trainer.config.max_bad_steps, trainer.max_steps):
             none = ""
             if trainer.num_bad_steps == trainer.max_steps:
@@ -393,11 +422,14 @@ class BatchUpdate:
         with ``minibatch/N/...`` for each."""
         metrics = dict(self.step_metrics[0])
         number = len(self.step_metrics)
+
         if number > 1:
             metrics = summarize(self.sums, self.trainer.config.epochs)
+            # Norms and skips belong to one optimizer step each, so they are averaged.
             for name in self.step_metrics[0]:
                 if name.startswith("optim/") and not name.startswith("optim/env_"):
                     metrics[name] = sum(each[name] for each in self.step_metrics) / number
+
             of_envs = {n for each in self.step_metrics for n in each if n.startswith("optim/env_")}
             for name in sorted(of_envs):  # an env may be in some minibatches only
                 values = [each[name] for each in self.step_metrics if name in each]
@@ -410,6 +442,7 @@ class BatchUpdate:
 
         if self.balance is not None:
             metrics |= self.balance.metrics()
+
         speed = sum(sums.counts.num_tokens for sums in self.sums) / seconds
         return metrics | {
             "perf/throughput": speed,

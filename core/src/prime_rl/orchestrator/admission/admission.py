@@ -76,10 +76,12 @@ class Admission:
         self._factor = oversampling_factor
         self._places = places
         self._unit = unit
+
         self.most_inflight = inf
         """Rollouts that the engines or the config allow, as far as known."""
         self.in_order = max_off_policy_steps == 0
         self.tickets = Tickets()
+
         self.leads = Leads(
             batch_size=batch_size,
             max_off_policy_steps=max_off_policy_steps,
@@ -147,11 +149,13 @@ class Admission:
         chosen before and on what was lost, but not on how fast the groups are."""
         taken = at.num_buffered + self._coming(self.tickets.members)
         place = at.step + int((taken + TOLERANCE) // self.batch_size)
+        # A group chosen now starts from this version at the latest: what is later cannot train it.
         last = min(at.version + 1 + self.max_off_policy_steps, self._max_steps)
         return max(at.step, min(place, last))
 
     def is_near(self, ticket: Ticket, at: Standing) -> bool:
         """Whether the group that was chosen last may open."""
+        # Without the group itself: what counts is what is chosen before it.
         before = self._coming(self.tickets.members) - self._places(ticket.env_name, ticket.size)
         return self._room(at, self.leads.lead(ticket.env_name), before) > 0
 
@@ -159,17 +163,22 @@ class Admission:
         """Chosen groups whose place is near enough, nearest first."""
         if not self.tickets.unopened:
             return
+
         needed = {env: self._places_for(at, self.leads.lead(env)) for env in self.tickets.members}
         most = max(needed.values()) - TOLERANCE
+
         coming = 0.0
         left = len(self.tickets.unopened)
         for ticket in [*self.tickets.all.values()]:
             if not left or coming >= most:
                 return
+
+            # Whether it is open or not, each ticket keeps its places.
             if ticket.opened_at is None:
                 left -= 1
                 if coming < needed[ticket.env_name] - TOLERANCE:
                     yield ticket
+
             coming += self._places(ticket.env_name, ticket.size)
 
     def _room(self, at: Standing, lead: float, coming: float) -> int:
@@ -210,6 +219,7 @@ class Admission:
     def _handed_on(self, at: Standing) -> tuple[list[Ticket], Wait]:
         """Also what the trainer waits for if the batch is not full yet."""
         if self.in_order:
+            # Those that were handed on stay in the prefix until they are taken in.
             prefix = takewhile(
                 lambda ticket: ticket.is_complete,
                 (t for t in self.tickets.all.values() if t.opened_at is not None),
@@ -220,9 +230,13 @@ class Admission:
             return [*self._tickets_that_fit(at)], Wait("starved")
         if at.step > at.version + 2:
             return [], Wait("training")  # one complete batch beyond the one in training is enough
+
+        # What was handed on and is not buffered yet takes places too.
         left = self.batch_size - at.num_buffered - self._coming(self.tickets.passed)
         if left <= 0:
             return [], Wait("starved")
+
+        # Sorted, for `_by_last_batch` adds them up from the oldest version on.
         reserved = {v: self._coming(c) for v, c in sorted(self.tickets.by_version.items())}
         chosen: list[Ticket] = []
         refused = {"held": 0.0, "starved": 0.0}
@@ -234,14 +248,18 @@ class Admission:
         for ticket in waiting:
             if left <= 0:
                 break
+
             places = self._places(ticket.env_name, ticket.size)
             if places < least:
                 late = self._overtaken(ticket, reserved, left, places, at)
                 older = older or late
                 least = places if late is not None else least
+
+            # A group as large as one that had to wait has to wait too.
             if places >= least:
                 refused["held"] += places
                 continue
+
             # With nothing in flight, what an env waits for may only open in a later batch.
             env = None
             if at.num_inflight > 0 and not self._is_due(ticket, reserved, left, at):
@@ -253,13 +271,16 @@ class Admission:
 
             chosen.append(ticket)
             left -= places
+            # It has its place: none has to be kept for it any more.
             if ticket.ages:
                 reserved[ticket.policy_version] -= places
 
+        # The trainer waits for what keeps the complete groups back, if they would fill the batch.
         if older and refused["held"] >= left > 0:
             return chosen, older
         if overtaken and sum(refused.values()) >= left > 0:
             return chosen, overtaken
+
         return chosen, Wait("starved")
 
     def _wait_for_env(self, env: str, at: Standing) -> Wait:
@@ -279,6 +300,7 @@ class Admission:
         for ticket in self.tickets.all.values():
             if ticket.handed_on or ticket.opened_at is None:
                 continue
+
             if ticket.ages and ticket.policy_version < at.step - 1:
                 due.append(ticket)
             elif ticket.is_complete:
@@ -309,6 +331,7 @@ class Admission:
     ) -> Wait | None:
         """For an older group that would miss its last batch if ``ticket`` took a place."""
         for version, older, room in self._by_last_batch(reserved, left, at):
+            # Only groups that are older than `ticket` come before it.
             if ticket.ages and version >= ticket.policy_version:
                 break
             if reserved[version] > TOLERANCE and older + places > room + TOLERANCE:
@@ -338,6 +361,7 @@ class Admission:
         older = 0.0
         for version, needed in reserved.items():
             older += needed
+            # The batch that is being filled may be the last one, or the one after it.
             last_batch = max(version + self.max_off_policy_steps + 1, at.step)
             yield version, older, left + (last_batch - at.step) * self.batch_size
 
@@ -345,15 +369,19 @@ class Admission:
         """The env that ``ticket``'s env would overtake by too much."""
         if self.max_off_policy_steps < 2 or len(self.tickets.members) < 2:
             return None
+
         ahead = 0.0
         first = None
+        # These were chosen before it, and have not been handed on.
         for other in self.tickets.all.values():
             if other.handed_on or other.number in chosen:
                 continue
             if other.env_name == ticket.env_name:
                 return None
+
             first = first or other.env_name
             ahead += self._places(other.env_name, other.size)
+            # One group is always allowed: it may be larger than that share of a batch.
             if ahead > max(AHEAD * self.batch_size, other.size * self._unit(other.env_name)):
                 return first
 

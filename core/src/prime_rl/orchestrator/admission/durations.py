@@ -61,6 +61,8 @@ class Survival:
         everything = np.sort(np.concatenate([ended, ages]))
         self._ended = np.sort(ended)
         self._longest = everything[-1] if len(everything) else 0.0
+
+        # The product of (1 - 1 / number at risk) over the groups that ended before.
         at_risk = len(everything) - np.searchsorted(everything, self._ended, side="left")
         # Equal durations leave one after the other, so that each factor is a single departure.
         ties = np.arange(len(ended)) - np.searchsorted(self._ended, self._ended, side="left")
@@ -70,6 +72,7 @@ class Survival:
     def mean(self) -> float:
         """Mean seconds of a group, of those in flight as far as they are known."""
         borders = np.concatenate([[0.0], self._ended, [self._longest]])
+        # The area under the estimate, which is a step function.
         return float((np.diff(borders) * self._shares).sum())
 
     @property

@@ -54,7 +54,9 @@ def inflight_limit(
         return InflightLimit(configured, "orchestrator.max_inflight_rollouts")
     if synchronous is not None:
         return InflightLimit(synchronous, "one batch, since max_off_policy_steps = 0")
+
     known = [capacity for capacity in capacities if capacity is not None]
+    # One engine that does not say leaves the sum unknown.
     if known and len(known) == len(capacities):
         number = ceil(sum(known) * (1 + QUEUE))
         return InflightLimit(
@@ -66,6 +68,7 @@ def inflight_limit(
     number = ceil(batch_size + (1 + QUEUE) * sum(each.number for each in demands.values()))
     if number <= 2 * batch_size:
         return InflightLimit(2 * batch_size, "two batches", follows_lead=True)
+
     terms = [
         f"{env} {each.rate:.3g}/s x {each.seconds:.3g} s"
         for env, each in sorted(demands.items(), key=lambda pair: -pair[1].number)

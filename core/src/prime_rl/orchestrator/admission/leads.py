@@ -127,13 +127,16 @@ class Leads:
         """The engines sample from ``version``."""
         pace = self.pace
         pace.version_served(version, now)
+
         training = pace.training
         if self._most < 2 or not pace.last_seconds or not training:
             return
 
+        # Measured steps do not count: they are long because a lead is short.
         least = float(self.least_step.intervals(training, version)[0].mean())
         wanted = {env: min(self.by_durations.get(env, 1.0), self._most) for env in self.durations}
         for env, lead in wanted.items():
+            # At a limit, a larger margin would change nothing.
             if lead <= self.reach.limit and lead < self._most:
                 starved = pace.last_starved.get(None, 0.0) + pace.last_starved.get(env, 0.0)
                 starved -= pace.last_made_up
@@ -142,6 +145,7 @@ class Leads:
 
         lead = max(wanted.values(), default=1.0)
         pace.load.limit = most_inflight
+
         group_seconds = self._group_seconds(now)
         if self.reach.version_served(pace.last_seconds, lead, pace.load, group_seconds):
             pace.load = type(pace.load)()
@@ -185,11 +189,14 @@ class Leads:
         training = self.pace.training
         if self._most < 2 or training is None or self._fixed is not None:
             return False
+
         intervals = self.least_step.intervals(training, version)
         if self.in_turn:
             # Sampling and training alternate, so a whole step counts.
             intervals = self.pace.cycle * np.arange(1.0, self._most + 1)[:, None]
+
         seconds = float(intervals[0].mean())
+        # Groups in flight age meanwhile, so there is news before the next version.
         self.look_again = max(seconds / 4, 1e-3)
         if self._measured is not None:
             before, at = self._measured
@@ -198,16 +205,20 @@ class Leads:
 
         self._measured = version, now
         self._step_seconds = max(seconds, TOLERANCE)
+
         ages: dict[str, list[float]] = {env: [] for env in self.durations}
         for ticket in tickets:
             if ticket.opened_at is not None and not ticket.is_complete:
                 ages[ticket.env_name].append(now - ticket.opened_at)
+
         for env, durations in self.durations.items():
             survival = durations.survival(now)
             late = self._late(env, survival, intervals, durations.ages(now), np.array(ages[env]))
             self.by_durations[env] = 1.0 + late
+
             rate = self.rollouts_per_batch * self._share(env) / self._step_seconds
             self._demands[env] = Demand(rate, survival.mean)
+
         return True
 
     def _late(
@@ -230,6 +241,7 @@ class Leads:
 
         # By chance, more or fewer of the groups that were opened will be out than usual. The
         # difference is made up for.
+
         usual = float(survival.beyond(since_opened + step).sum())
         before = survival.beyond(inflight)
         after = survival.beyond(inflight + step)
@@ -248,6 +260,7 @@ class Leads:
         """Where a batch counts tokens, the number follows from the shares of the envs."""
         total = self._chosen_members.total()
         if not total:
+            # Nothing was chosen yet: the estimate for an env that has not been seen.
             return self._batch_size / self._unit("")
         places = sum(n * self._unit(env) for env, n in self._chosen_members.items())
         return self._batch_size * total / places
@@ -268,6 +281,7 @@ class Leads:
             metrics[f"dispatcher/lead/{env}"] = self.lead(env)
             if durations.mean is not None:
                 metrics[f"dispatcher/group_seconds/{env}"] = durations.mean
+
         for env, demand in self.demands.items():
             metrics[f"dispatcher/demand/{env}"] = demand.number
         return metrics

@@ -36,6 +36,7 @@ class LeastStep:
         seconds of the trainer per step. ``version``: the one that is served."""
         if self._known == (training, version):
             return self._intervals
+
         self._known = training, version
 
         # Groups of younger versions may be in flight: the longest of them are not known yet.
@@ -45,6 +46,7 @@ class LeastStep:
         longest = [self._longest[each] for each in sorted(self._longest) if each < ended] or [0.0]
 
         # Twice in a row: the first round starts with nothing in flight.
+        # The recursion for t(n) above.
         served = [0.0]
         for number in range(1, 2 * len(longest) + self._most + 1):
             first = number - 1 - self._most

@@ -114,12 +114,15 @@ class Pace:
     def version_served(self, version: int, now: float) -> None:
         """The trainer has made ``version`` out of the batch of that number."""
         if self._version is not None and version > self._version:
+            # Engines skip versions, so the seconds may be those of several steps.
             steps = version - self._version
+            # It had both, its last step behind it and the batch, only from here on.
             began = max(self._served_at, self._sent_at.get(version, self._served_at))
             self._training.append(max(now - began, 0.0) / steps)
             self._cycles.append((now - self._served_at) / steps)
             self.last_starved = {env: each / steps for env, each in self._starved.items()}
             self.last_made_up = self._made_up / steps
+
             self._not_made_up[version] = self.last_starved.get(None, 0.0)
             if len(self._not_made_up) > REMEMBERED:
                 del self._not_made_up[min(self._not_made_up)]
@@ -142,6 +145,7 @@ class Pace:
         elif before.cause == "held" and elapsed:
             env = before.env or ""
             self.held[env] = self.held.get(env, 0.0) + elapsed
+            # Had these steps been shorter, the trainer would have been held for this group anyway.
             for version in [each for each in self._not_made_up if each > before.version]:
                 self._made_up += self._not_made_up.pop(version)
 

@@ -83,6 +83,7 @@ class Judged:
             return True
         if self.group_seconds is None or not before.group_seconds:
             return True
+
         longer = self.group_seconds / before.group_seconds
         return longer > sqrt(max(self.inflight / before.inflight, 1.0))
 
@@ -143,6 +144,7 @@ class Reach:
         self._patience_unclear = HOLD_UNCLEAR
 
     def known(self, leads: Mapping[str, float], margins: Mapping[str, float]) -> KnownLead:
+        # A trial that is not over proves nothing, so the limit before it counts.
         """What a resumed run goes on with. A trial begins again."""
         limit = self.limit if self._before is None else self._before
         bound = None if limit == inf else limit
@@ -164,7 +166,9 @@ class Reach:
         if self._skip > 0:
             self._skip -= 1
             return True
+
         self._seconds.append(seconds)
+
         # What was requested together comes back together: whole rounds are compared.
         per_round = ceil(min(lead, self.limit)) + 1
         if len(self._seconds) < ceil(BLOCK / per_round) * per_round:
@@ -172,13 +176,16 @@ class Reach:
 
         block = Judged(
             seconds=fmean(self._seconds),
+            # Standard error of the mean.
             error=pstdev(self._seconds) / sqrt(len(self._seconds)),
             inflight=load.mean_inflight,
             group_seconds=group_seconds,
         )
         self._seconds.clear()
+
         if self.limit == 1.0:
             self._short = block
+
         if self._before is not None and not self._succeeded(block, load):
             self._set(self._before, lead)
             self._before = None
@@ -186,6 +193,7 @@ class Reach:
 
         # The run may have changed since the last trial, or in the middle of it.
         pays = self._failed is not None and block.exceeds(self._failed, 1.0 / (1.0 - PAYS))
+        # What earlier trials found no longer holds.
         if pays or (self._result is not None and block.differs(self._result)):
             self._result = None
             self._hold = 0
@@ -206,6 +214,7 @@ class Reach:
             if pays or not load.is_starved or not queues:
                 self._more = MORE_QUEUED if queues else MORE
                 return True
+
             self._hold_on(last, is_clear=block.exceeds(last, 1.0 - PAYS, errors=2.0))
             self._failed = block
             self._falls = self._before > 1.0
@@ -217,6 +226,7 @@ class Reach:
             self._hold_on(last, is_clear=block.exceeds(last, 1.0 + COSTS, errors=2.0))
         elif self.limit == 1.0:
             self._hold_on(block, is_clear=True)  # what a longer lead brings is known
+
         return not has_failed
 
     def _choose(self, block: Judged, lead: float, load: Load) -> None:
@@ -232,6 +242,8 @@ class Reach:
         has_no_batch = load.starved + load.held > WORTH * load.seconds
         if load.is_starved and lead > self.limit and not self._falls:
             trial = self._more * self.limit
+
+        # The trainer lacks batches although groups queue: a shorter lead may cost nothing.
         elif (
             has_no_batch
             and reached > 1.0 + LITTLE

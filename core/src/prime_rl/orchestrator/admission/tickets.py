@@ -88,6 +88,7 @@ class Tickets:
         part.number = ticket.number
         part.policy_version = ticket.policy_version
         part.opened_at = ticket.opened_at
+
         self.all[part.number] = part
         ticket.size -= part.size
         self._enqueue(ticket)
@@ -118,6 +119,7 @@ class Tickets:
             self._count_version(ticket, -ticket.size)
 
     def _count_version(self, ticket: Ticket, members: int) -> None:
+        # What has no version, and what does not age, has no last batch.
         if not ticket.ages or ticket.opened_at is None:
             return
         of_version = self.by_version.setdefault(ticket.policy_version, Counter())
