@@ -311,7 +311,9 @@ def test_routers_with_a_bias_have_a_load_and_no_balance(tmp_path: Path) -> None:
     ("name", "settings", "said"),
     [
         ("Qwen3", {"expert_load": True}, "has none. Leave them out"),
-        ("DeepSeek V3", {"balance_loss": 0.1}, "with a bias that balances them"),
+        ("Qwen3", {"balance_bias": 0.1}, "has none. Leave them out"),
+        ("DeepSeek V3", {"balance_loss": 0.1}, "Set trainer.balance_bias = 0.001 instead"),
+        ("Qwen3-MoE", {"balance_bias": 0.1}, "Set trainer.balance_loss = 0.001 instead"),
     ],
 )
 def test_models_without_a_balance_are_refused(
@@ -322,7 +324,9 @@ def test_models_without_a_balance_are_refused(
         trainer_of(tmp_path, **settings)
 
 
-@pytest.mark.parametrize("settings", [{"expert_load": True}, {"balance_loss": 0.01}])
+@pytest.mark.parametrize(
+    "settings", [{"expert_load": True}, {"balance_loss": 0.01}, {"balance_bias": 0.01}]
+)
 def test_compiled_blocks_would_hide_the_choices(settings: dict[str, Any]) -> None:
-    with pytest.raises((ConfigError, ValidationError), match="expert_load and balance_loss look"):
+    with pytest.raises((ConfigError, ValidationError), match="balance_loss and balance_bias"):
         TrainerConfig.model_validate({"compile": True, **settings})

@@ -182,7 +182,8 @@ def _forward(mixture: Mixture, forward: Any, *inputs: Any, **named: Any) -> Any:
         raise ConfigError(
             f"model: the router of {mixture.name} does not take {mixture.top_k} of "
             f"{mixture.num_experts} experts by torch.topk, so its choices cannot be recorded, "
-            "replayed or balanced. Leave trainer.router_replay, expert_load and balance_loss out."
+            "replayed or balanced. Leave trainer.router_replay, expert_load, balance_loss and "
+            "balance_bias out."
         )
     return output
 

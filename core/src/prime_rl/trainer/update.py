@@ -82,6 +82,7 @@ class BatchUpdate:
                 trainer.config.balance_loss,
                 device=trainer.device,
                 has_biases=trainer.policy.routers_have_biases,
+                biases=trainer.policy.moving_biases,
             )
         trainer.policy.balance = self.balance
 
@@ -366,6 +367,8 @@ class BatchUpdate:
                 for group in optimizer.param_groups:
                     group["lr"] = trainer.learning_rate(step) * scale
                 optimizer.step()
+            if self.balance is not None and trainer.config.balance_bias:
+                self.balance.move_biases(trainer.config.balance_bias)
 
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
