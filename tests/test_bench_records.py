@@ -30,7 +30,9 @@ def test_every_record_is_shown_and_says_what_it_was_measured_with() -> None:
     for figure in figures.values():
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", figure["date"]), figure
         assert figure["command"].startswith("python -m bench "), figure
-        assert all(value for key, value in figure.items() if key != "value"), figure
+        said = {key: value for key, value in figure.items() if key not in ("value", "unit")}
+        assert all(said.values()), figure
+        assert figure["unit"] or figure["name"].startswith("gpu."), figure  # rewards, cosines
 
 
 def test_a_ratio_and_the_conditions_come_from_the_records(

@@ -270,9 +270,10 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         value = getattr(_import_module(_MODULES[name]), name)
-        globals()[name] = value
+        globals()[name] = value  # the next access finds it without this function
         return value
 
+    # `prime_rl.testing` works without an import statement of its own.
     if _find_spec(f"prime_rl.{name}"):
         return _import_module(f"prime_rl.{name}")
 

@@ -52,6 +52,7 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
 
     covered = [host for host in map(_host, urls) if _is_in_range(host, entries)]
     hosts = [*filter(None, readable), *LOCAL, *covered]
+    # Clients read either spelling, so both variables are set.
     environ[NO_PROXY] = environ["no_proxy"] = ",".join(dict.fromkeys(hosts))
     return notices
 
@@ -94,6 +95,7 @@ def _readable(entry: str) -> str | None:
     except ValueError:
         is_host = re.fullmatch(r"(\w+://)?[\w.*<>-]+(:\d{1,5})?", bare, re.ASCII)
         return bare if is_host else None
+    # Clients do not read a range of IPv6.
     is_range = "/" in bare
     return None if is_range and address.version == 6 else bare
 

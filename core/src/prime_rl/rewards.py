@@ -37,9 +37,11 @@ def settled(reward: float, scale: float = 1.0) -> float:
         return reward  # what is no number is reported where it is used
 
     value = float(reward)
+    # A multiple of 2**-16, or a number of at most twelve decimals, has no rounding to undo.
     if (value * 2.0**16).is_integer() or round(value, 12) == value:
         return value
 
+    # A reward computed in float32 has far larger rounding errors than one in float64.
     if float(np.float32(value)) == value:
         from_single = _nearest(value, SINGLE * abs(value), apart=100)
         if from_single is not None:

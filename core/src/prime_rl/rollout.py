@@ -116,6 +116,7 @@ class Sample:
                 setattr(self, name, np.asarray(column, dtype))  # None: the dtype that it has
 
         for name, column in self.columns.items():
+            # A stream may have a row of values per token, so its length alone has to fit.
             num_dims = column.ndim if _DTYPES.get(name) is not None else 1
             if column.shape[:num_dims] != self.token_ids.shape:
                 raise StreamError(
@@ -250,6 +251,7 @@ class Rollout:
 
     def settle(self) -> None:
         """Undo the rounding of the reward (``rewards.settled``): equal rewards compare equal."""
+        # Terms that cancel leave a rounding error of the size of the largest term.
         terms = (abs(term) for term in self.rewards.values() if isinstance(term, float | int))
         finite = (term for term in terms if math.isfinite(term))
         self.reward = settled(self.reward, scale=max(finite, default=1.0))
@@ -296,7 +298,7 @@ class Rollout:
     def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
         """Per sample that repeats tokens: its index, the index of an earlier sample with the same
         tokens, and their number. They come first in both: samples are paths of one tree."""
-        # By message where it is known: two messages may begin with the same tokens.
+        # Message ids are compared where they are known: different messages may have equal tokens.
         columns = [s.token_ids if s.node_ids is None else s.node_ids for s in self.samples]
         for later, sample in enumerate(self.samples):
             length = 0 if sample.is_repeat is None else int(sample.is_repeat.sum())
@@ -315,7 +317,7 @@ class Rollout:
             ids = sample.node_ids
             repeats = sample.is_repeat
             roles = sample.roles
-            # By the best that is known: messages, else roles, else the loss mask.
+            # Turns are separated by message ids, else by roles, else by the loss mask.
             parts = next(each for each in (ids, roles, sample.loss_mask) if each is not None)
             cuts = [0, *(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(sample)]
             for start, end in pairwise(cuts):
@@ -369,6 +371,7 @@ class Rollout:
         ones included."""
         paths = [(s.loss_mask.copy(), s.inference_logprobs.copy()) for s in self.samples]
         for later, earlier, length in self.shared_prefixes:
+            # A repeated token is off the mask here: the earlier sample has its values.
             for ours, theirs in zip(paths[later], paths[earlier], strict=True):
                 ours[:length] = theirs[:length]
         return paths
@@ -476,7 +479,7 @@ class Rollout:
         masks = [sample.loss_mask for sample in self.samples]
         try:
             is_core = name in STREAMS or name.endswith(WEIGHTS)
-            # A mask may be meant as weights, but never as credit.
+            # Weights may be given as a mask. Bool credit is a mistake.
             if not name.endswith(WEIGHTS) and is_core and np.asarray(values).dtype.kind == "b":
                 raise ValueError("got bool, expected numbers. Write 1.0 and 0.0 if that is meant")
 
@@ -493,6 +496,7 @@ class Rollout:
                     "there. To train env-provided tokens use the hook observation_weights."
                 )
 
+        # The samples are written after all checks, so a refused stream leaves no trace.
         for sample, column in zip(self.samples, columns, strict=True):
             sample.set_stream(name, column)
 
@@ -517,7 +521,7 @@ class Rollout:
                 "does, and without it what trains depends on timing. Return the values and assign "
                 "them in the hook, or call await asyncio.to_thread(...) there."
             )
-            # Also for core to raise, since nothing may wait for this thread.
+            # Nothing may wait for this thread, so core raises the error too (`raise_late`).
             LATE.append((error, None))
             raise error
 

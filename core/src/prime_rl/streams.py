@@ -105,7 +105,7 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
         mask = np.full(len(columns), component == "rl")
 
     if component == "rl":
-        # rl trains only what the policy sampled, whatever weights say.
+        # rl trains only tokens that the policy sampled, even if others have weights.
         mask &= columns.loss_mask
     mask[columns.first_tokens] = False
     return mask
@@ -139,6 +139,7 @@ def as_credit(values: float | Values) -> FloatColumn:
     and for an integer that float32 cannot hold exactly."""
     column = as_stream(values)
     exact = column.astype(np.float32)
+    # The comparison is in float64, which holds int32 and float32 exactly.
     rounded = exact.astype(np.float64) != column.astype(np.float64)
     if column.dtype.kind == "i" and rounded.any():
         raise ValueError(
@@ -207,7 +208,7 @@ def split_stream(
         )
 
     whole = values
-    # One value, or one per trainable token: spread them over the mask.
+    # A single value, or one value per trainable token, is spread over the mask.
     if not values.ndim or len(values) == trainable != total:
         whole = np.zeros((total, *values.shape[1:]), values.dtype)
         whole[mask] = values
@@ -256,7 +257,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
 def _check_mixed(name: str, columns: Sequence[StreamColumn]) -> None:
     """Integers of one sample that become float32 beside floats of another stay what they are."""
     for column in columns:
-        # As int64, for the lowest int32 has no positive counterpart.
+        # int64, because the absolute value of the lowest int32 overflows.
         if column.dtype.kind == "i" and np.abs(column.astype(np.int64)).max(initial=0) > 2**24:
             raise StreamError(
                 f"stream {name!r} has integers beyond {2**24} in some samples of a batch and "

@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 from prime_rl import Algorithm, Loss, PluginConfig, PluginError, Source, StreamError, hookimpl
 from prime_rl.orchestrator.scoring import open_for_credit, stamp
+from prime_rl.plugins.observer import Observer
+from prime_rl.plugins.sampler import Sampler
 from prime_rl.registry.calls import fault, raise_late
 from prime_rl.registry.manager import Hooks, load_plugins, scope
+from prime_rl.registry.members import problem_of
 from prime_rl.registry.offers import (
     ALGORITHM,
     FILTER,
@@ -929,3 +932,58 @@ def test_a_source_without_what_core_calls_is_refused_when_it_is_made(body, lacks
     mine = type("Mine", (Source,), {"name": "mine", **body})
     with pytest.raises(PluginError, match=f"plugin 'mine', __init__: {lacks}"):
         construct(mine, PluginConfig())
+
+
+def lacks_host():
+    class Mine(Algorithm):
+        name = "mine"
+
+        async def setup(self):
+            pass
+
+    return Mine, Algorithm
+
+
+def takes_more():
+    class Mine(Sampler):
+        name = "mine"
+
+        def observe(self, group, version):
+            pass
+
+    return Mine, Sampler
+
+
+def other_keyword():
+    class Mine(Observer):
+        name = "mine"
+
+        def rollouts_lost(self, env, *, outcome, number):
+            pass
+
+    return Mine, Observer
+
+
+@pytest.mark.parametrize("made", [lacks_host, takes_more, other_keyword])
+def test_a_method_that_cannot_take_what_core_calls_it_with(made):
+    cls, base = made()
+    said = problem_of(cls, base, hooks=())
+    assert "does not take what core calls it with" in said
+    assert "Write it as " in said and "def " in said
+
+
+def test_methods_may_name_their_arguments_otherwise_and_take_more_with_a_default():
+    class Mine(Observer):
+        name = "mine"
+
+        async def setup(self, *args):
+            pass
+
+        def rollouts_lost(self, environment, why, how_many=1, *, note=None):
+            pass
+
+        @classmethod
+        def check(cls, *args, **kwargs):
+            pass
+
+    assert problem_of(Mine, Observer, hooks=()) == ""

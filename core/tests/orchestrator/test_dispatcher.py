@@ -761,3 +761,51 @@ def test_groups_do_not_depend_on_the_order_in_which_members_end(rewards, order, 
         return sizes
 
     assert asyncio.run(ended(True)) == asyncio.run(ended(False))
+
+
+# -- envs that fail -------------------------------------------------------------------------
+
+
+async def fail_groups(world, number, finished=0):
+    """The next groups come back: their first ``finished`` members finish, all others fail."""
+    for _ in range(number):
+        group_id = world.groups[0]
+        size = world.env.group_size
+        await world.end(group_id, *[1.0] * finished, *[None] * (size - finished))
+        while not world.dispatcher.arrivals.empty():
+            world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
+        await settle()
+
+
+async def test_an_env_fails_once_64_rollouts_in_a_row_have_failed(caplog):
+    async with World(size=8, batch=16, lag=4) as world:
+        assert world.dispatcher.is_asked("e")
+        await fail_groups(world, 7)
+        assert not world.dispatcher.is_failing("e")
+        await fail_groups(world, 1)
+        assert world.dispatcher.is_failing("e")
+        assert "env 'e': the last 64 rollouts failed" in caplog.text
+        await fail_groups(world, 3)
+        assert caplog.text.count("rollouts failed") == 1
+        await fail_groups(world, 1, finished=1)  # one of eight is enough
+        assert not world.dispatcher.is_failing("e")
+        await fail_groups(world, 7)
+        assert not world.dispatcher.is_failing("e")
+
+
+async def test_no_env_fails_in_a_synchronous_run():
+    async with World(size=8, batch=16, lag=0) as world:
+        await fail_groups(world, 12)
+        assert not world.dispatcher.is_failing("e")
+
+
+async def test_members_that_a_plugin_left_out_have_not_failed():
+    async with World(size=2, batch=2, lag=4) as world:
+        for _ in range(40):
+            group_id = world.groups[0]
+            for member in (0, 1):
+                world.waiting[group_id, member].set_result([])
+            await settle()
+            world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
+            await settle()
+        assert not world.dispatcher.is_failing("e")

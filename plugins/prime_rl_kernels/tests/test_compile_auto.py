@@ -20,13 +20,19 @@ from prime_rl.trainer import model as models
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import Policy, _compile_if_worth_it
 from prime_rl.trainer.self_check import find_compiled_fault
-from prime_rl_kernels import blocks
+from prime_rl_kernels import blocks, gpu_check
 from prime_rl_kernels.attention import register
 from prime_rl_kernels.kernels import Auto, KernelConfig
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 Forward = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may be a build for CUDA on a machine without a GPU, whose kernels cannot be tried."""
+    monkeypatch.setattr(gpu_check, "is_usable", lambda device: False)
 
 
 class Plain(Loss):

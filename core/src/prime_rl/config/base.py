@@ -63,10 +63,12 @@ def refuse_truth(cls: type[BaseModel], table: Any) -> Any:
     if not isinstance(table, dict):
         return table
     wrong: list[Any] = []
+
     for name, value in table.items():
         field = cls.model_fields.get(name)
         if field is None or not _has_truth(value):
             continue
+
         leaves = {*_leaves(field.annotation)}
         if leaves & {int, float} and not leaves & {bool, Any, object}:
             error = ValueError("expected a number, not true or false")

@@ -144,7 +144,9 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
         for label, metric in gates.items()
         if not metric.startswith("eval/")
     }
+
     for label in waits_for:
+        # Each gate waits for at most one env, so following the chain finds every circle.
         chain = [label]
         while (before := waits_for.get(chain[-1])) is not None:
             if before == label:
@@ -153,8 +155,10 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
                     + ("itself" if chain == [label] else " -> ".join([*chain[1:], label]))
                     + ". Read a metric of an env that is open before."
                 )
+
             if before in chain:
                 break  # a circle that others are in: its members raise
+
             chain.append(before)
 
     _check_open(training, gates)
@@ -168,6 +172,7 @@ def _check_metric(label: str, metric: str, training: Collection[str]) -> None:
             "validation loss is neither. Read a metric such as train/ENV/all/reward/mean or "
             "eval/ENV/all/reward/mean."
         )
+
     names = sorted(training)
     if metric.startswith("train/") and env_of(metric, {*names, "agg"}) is None:
         raise ValueError(
@@ -183,6 +188,7 @@ def check_evaluated(envs: Sequence[TrainingEnv], evaluated: Sequence[EvaluatedEn
     for env in envs:
         if env.opens is None or env.opens.metric is None or not env.opens.reads_evaluation:
             continue
+
         where = f"env {env.label!r}: opens.metric = {env.opens.metric!r}"
         name = env_of(env.opens.metric, intervals)
         if name is None:

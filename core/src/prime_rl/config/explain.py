@@ -72,6 +72,7 @@ def _line(problem: Any, model: type[BaseModel], where: str, refused: Collection[
     elif reason == EXPECTED["model_type"] and isinstance(value, str):
         name = next((key for key in ("type", "name") if key in fields_at(model, location)), None)
         way_out = f'. Write {place}.{name} = "{value}"' if name else ""
+
     actual = "" if f"got {value!r}" in reason else f" (got {value!r})"
     return f"{place}: {reason}{actual}{way_out}"
 
@@ -87,6 +88,7 @@ def _way_out_of_missing(
     close = difflib.get_close_matches(str(name), others, n=1)
     if close:
         return f"; {close[0]!r} is no key here, did you mean {name!r}?"
+
     model = _model_in(known[name].annotation) if name in known else None
     how = getattr(model, "how_to_give", "")
     return f". {how.replace('a table: ', f'a table: {name} = ')}" if how else ""
@@ -108,6 +110,7 @@ def fits(info: FieldInfo, value: Any) -> bool:
         return True
     if isinstance(value, dict):
         return _model_in(info.annotation) is not None or "dict" in str(info.annotation)
+
     bounds = info.metadata or [None]
     bounded: Any = Annotated[info.annotation, *bounds]
     try:

@@ -103,6 +103,7 @@ class InferenceConfig(Settings):
                         f"{key} are for engines that are running already, and base_url names "
                         "none. Leave them out."
                     )
+
             if self._sets("admin_key_var"):
                 raise ValueError(
                     "admin_key_var is the key of engines that are running already, and base_url "
@@ -112,6 +113,7 @@ class InferenceConfig(Settings):
 
         if len(set(self.base_url)) < len(self.base_url):
             raise ValueError("base_url names an engine twice")
+
         keys = [key for key in STARTS_ENGINES if self._sets(key)]
         unread = [*keys, *(self.model_extra or {})]
         if unread:

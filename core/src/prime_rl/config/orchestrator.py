@@ -152,6 +152,7 @@ class SourceConfig(Settings):
             match = ADDRESS.fullmatch(address)
             if match is None or not 1 <= int(match["port"]) <= 65535:
                 raise ValueError(f"expected tcp://HOST:PORT of serve-env, got {address!r}")
+
         if len({*addresses}) < len(addresses):
             raise ValueError("names a server twice")
         return addresses
@@ -243,6 +244,7 @@ class EnvConfig(SourceConfig):
                 f"env {self.label!r}: ratio = {self.ratio} and weight both set its share. Leave "
                 "one of them out."
             )
+
         if self.measure_every is not None and (self.weight is not None or self.opens is not None):
             key = "opens" if self.weight is None else "weight"
             raise ValueError(
@@ -459,9 +461,11 @@ class OrchestratorConfig(Settings):
     def _has_one_size(cls, table: Any) -> Any:
         if not isinstance(table, dict):
             return table
+
         sizes = [table.get("batch_size"), table.get("token_batch_size")]
         if sizes == [None, None]:
             return {**table, "batch_size": BATCH_SIZE}
+
         if None not in sizes:
             raise ValueError(
                 f"batch_size = {sizes[0]!r} counts rollouts and token_batch_size = {sizes[1]!r} "
@@ -494,6 +498,7 @@ class OrchestratorConfig(Settings):
                     "the env's rollouts are sampled. Set algo.sampling.source to a source of them "
                     '({ type = "dataset", ... }), or use [[orchestrator.eval.env]].'
                 )
+
         if measured and len(measured) == len(self.train.env):
             raise ValueError("every env has measure_every, so none trains. Leave it out of one.")
         return self
@@ -503,15 +508,20 @@ class OrchestratorConfig(Settings):
         partial = self.partial_groups
         if partial is None:
             return self
+
         at_least = partial.at_least
         where = f"partial_groups.at_least = {at_least}"
+
         if self.max_off_policy_steps == 0:
             raise ValueError(
                 f"{where} needs max_off_policy_steps >= 1. A synchronous run does not depend on "
                 "timing, and which members of a group are first does. Remove the table."
             )
+
+        # A group of one member waits for nothing.
         sizes = {env.group_size or self.group_size for env in self.train.env}
         for size in sizes - {1} or sizes:
+            # Two members make a group. Cancelled members need not be one.
             fewest_left = 2 if partial.rest == "group" else 1
             if size - at_least < fewest_left:
                 raise ValueError(
@@ -519,6 +529,7 @@ class OrchestratorConfig(Settings):
                     f"least {fewest_left} with rest = {partial.rest!r}. Lower it, or raise "
                     "group_size."
                 )
+
         return self
 
     @property

@@ -50,9 +50,11 @@ def without_removed(table: Mapping[str, Any]) -> dict[str, Any]:
             continue
 
         whole[place] = {other: kept for other, kept in part.items() if other not in gone}
+
         value = part.get(name, removed.default)
         if isinstance(value, Mapping) and removed.selected_by in part:
             value = {"type": part[removed.selected_by], **value}
+
         if value == removed.default:
             continue
         if removed.moved_to is None:

@@ -56,9 +56,11 @@ class SchedulerConfig(Settings):
         number of steps gets as many as the warm-up."""
         if self.warmup_steps + self.num_decay_steps(max_steps) <= max_steps:
             return self
+
         decay = self.decay_steps if self.type == "linear" and self.decay_steps else None
         steps_given = self.warmup_steps * 2 if decay is None else self.warmup_steps + decay
         warmup = max_steps * self.warmup_steps // steps_given
+        # None: the decay takes all that the warm-up leaves.
         return self.model_copy(update={"warmup_steps": warmup, "decay_steps": None})
 
     def check(self, peak: float, max_steps: int) -> None:
@@ -354,6 +356,7 @@ class TrainerConfig(PluginTable):
         num_holders = num_ranks // self.dp_replicate
         if num_experts % num_holders == 0:
             return
+
         fitting = divisors(num_experts)
         copies = [n for n in divisors(num_ranks) if num_ranks // n in fitting]
         raise ConfigError(
@@ -373,6 +376,7 @@ class TrainerConfig(PluginTable):
                 f"{num_ranks} ranks. Set it to one of {divisors(num_ranks)}, or "
                 f"trainer.num_ranks to a multiple of {self.dp_replicate}."
             )
+
         if num_ranks % self.context_parallel:
             raise ConfigError(
                 f"trainer.context_parallel is {self.context_parallel}, which does not divide the "

@@ -35,9 +35,11 @@ class _Turns:
         its own messages are counted from."""
         size = len(prompt.token_ids)
         owners = [owner + first if owner >= 0 else -1 for owner in prompt.message_indices]
+        # None: the renderer does not tell a message's body from its scaffold.
         content = list(prompt.is_content) if len(prompt.is_content) == size else None
         if content is not None and self.content is not None:
             content += self.content[self.reply :]
+
         return _Turns(
             token_ids=[*prompt.token_ids, *self.token_ids[self.reply :]],
             mask=[False] * size + self.mask[self.reply :],
@@ -120,6 +122,7 @@ class Rendering:
         renderer = self._renderer(self._config)
         turns: list[_Turns] = []
         before = -1
+
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -127,6 +130,7 @@ class Rendering:
             turn = self._turn(messages, index, tools)
             following = list(messages[before + 1 : index])
             bridged = None
+            # As in a rollout, the prompt extends the previous turn if the renderer can.
             if turns and following:
                 last = turns[-1]
                 bridged = renderer.bridge_to_next_turn(
@@ -175,9 +179,11 @@ class Rendering:
             self._check_calls(messages, index, whole.token_ids, tools)
 
         mask = [False] * len(prompt) + self._sampled(whole, len(prompt))
+        # The turn ends with its last sampled token: the policy samples nothing behind it.
         end = 1 + max(
             (place for place, is_sampled in enumerate(mask) if is_sampled), default=len(prompt) - 1
         )
+
         content = list(whole.is_content) if len(whole.is_content) == len(mask) else None
         return _Turns(
             token_ids=list(whole.token_ids[:end]),
@@ -215,6 +221,7 @@ class Rendering:
         size = len(whole.token_ids)
         if len(whole.sampled_mask) == size:
             return list(whole.sampled_mask[start:])
+
         stops = set(self.stop_token_ids())
         ends = [place for place in range(start, size) if whole.token_ids[place] in stops]
         last = ends[-1] if ends else size - 1

@@ -60,8 +60,10 @@ class Examples:
         self._tasks: OrderedDict[int, Task] = OrderedDict()
         self._stream: Iterator[tuple[int, Task]] = iter(())
         self._next = 0
+
         if taskset.bounded:
             self._tasks.update(enumerate(taskset))
+
         self.count: int | None = len(self._tasks) if taskset.bounded else None
         """None: without end."""
 
@@ -80,6 +82,7 @@ class Examples:
 
     def _generate(self, index: int) -> None:
         """Advance the stream to ``index``, from the start if that row left the cache."""
+        # A generator has no way back: an earlier row is made again, from the start on.
         if index < self._next or self._next == 0:
             self._stream = enumerate(self._taskset)
             self._next = 0
@@ -119,8 +122,10 @@ def contained() -> Iterator[None]:
     Ctrl-C is no ``KeyboardInterrupt`` here: asyncio cancels the main task."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
+    # The factory is set once per loop: nested calls must not wrap it again.
     if not isinstance(before, ContainingFactory):
         loop.set_task_factory(ContainingFactory(before))
+
     token = _in_environment.set(True)
     try:
         yield
@@ -225,6 +230,7 @@ class Environment:
         path = self.settings.tokenizer_path
         if path is not None:
             await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
+
         with contained():
             await self._stack.enter_async_context(self._env.serving())
         return self
@@ -255,6 +261,7 @@ class Environment:
         try:
             results = self._read(await playing, model)
         except BaseException as error:  # an environment may fail in any way
+            # An interrupt and a cancellation of this task are ours. Any other error is the env's.
             if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
                 raise
 
@@ -274,6 +281,7 @@ class Environment:
         cache_salt: str | None,
         seed: int | None,
     ) -> Episode:
+        # This context variable is set in the episode's own task, so no other episode sees it.
         on_overlong.set(self.settings.on_overlong)
         context = self._context(model, sampling, salt=cache_salt, seed=seed)
         return await self._episode(example, context)
@@ -314,6 +322,7 @@ class Environment:
             "cache_salt": salt,  # verifiers moves it to the top level of the engine's request
         }
         known = {key: value for key, value in values.items() if value is not None}
+        # Core's own keys override `extra_body`.
         config = self._vf.SamplingConfig(**{**sampling.extra_body, **known})
         client = self._client(model)
         return self._vf.ModelContext(model=model.name, client=client, sampling=config)

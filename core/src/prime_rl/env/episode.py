@@ -218,14 +218,17 @@ class RolloutResult:
         calls."""
         messages = () if self.trace is None else self.trace.messages
         saved: list[dict[str, Any]] = []
+
         for message in messages:
             content = message.content
             if isinstance(content, list):  # images stay where they came from
                 content = "".join(part.text for part in content if part.type == "text")
+
             entry: dict[str, Any] = {"role": message.role, "content": readable(content or "")}
             thought = getattr(message, "reasoning_content", None)
             if thought:
                 entry["reasoning_content"] = readable(thought)
+
             calls = getattr(message, "tool_calls", None)
             if calls:
                 entry["tool_calls"] = [
@@ -250,6 +253,7 @@ class RolloutResult:
         that JSON cannot have."""
         branches = () if self.trace is None else self.trace.branches
         tools = branches[-1].tools if branches else ()
+
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
             | ({} if tool.strict is None else {"strict": tool.strict})
@@ -257,6 +261,7 @@ class RolloutResult:
             if tool.type == "function"
         ]
         wire = [{"type": "function", "function": function} for function in functions]
+        # The round trip through JSON gives the form that a file of rollouts has.
         plain: list[dict[str, Any]] = json.loads(readable(json.dumps(wire, ensure_ascii=False)))
         return plain
 

@@ -88,6 +88,7 @@ def _package_with(env_id: str, module: str) -> str | None:
     name = module_of(current_id(env_id))
     if name in shipped_by_verifiers("tasksets"):
         return None
+
     spec = _spec_of(name)
     folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     return name if any((folder / f"{module}.py").is_file() for folder in folders) else None
@@ -103,6 +104,7 @@ def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None
     name = module_of(current_id(env_id))
     shipped = shipped_by_verifiers("tasksets")
     spec = None if name in shipped else _spec_of(name)
+
     if args is not None and _package_with(env_id, CHECK) is not None:
         checks = importlib.import_module(f"{name}.{CHECK}")
         try:
@@ -188,6 +190,7 @@ def check_named(config: Any, settings: EnvSettings, named: Iterable[str]) -> Non
     where = f"env {settings.label!r}: agents"
     seats = seats_of(config)
     fixed = fixed_seats(config)
+
     for name in named:
         if name not in seats:
             close = difflib.get_close_matches(name, seats, n=1)
@@ -246,6 +249,7 @@ class _ModelError:
     def __set__(self, session: Any, error: Any) -> None:
         values = session.__dict__
         values["error"] = error
+        # The constructor assigns first, in the rollout's context; the server later, in another one.
         truncates = values.setdefault("truncates", on_overlong.get() == "truncate")
         refused = error is not None and getattr(error, "status_code", None) in (400, 413, 422)
         if truncates and refused and session.trace.num_turns and OVERLONG.search(str(error)):
@@ -258,6 +262,7 @@ def import_verifiers(settings: EnvSettings) -> ModuleType:
     installed."""
     for name, level in QUIET_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
+
     try:
         import verifiers.v1 as vf
         from verifiers.v1.runtimes import subprocess
@@ -313,6 +318,7 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
     inside = loc[:1] == ("taskset",)
     inner = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
     path = ".".join(map(str, inner))
+    # A key that the taskset does not have: name those that it has.
     if rest["type"] == "extra_forbidden" and len(loc) == 2 and inside:
         seats = _seat_defaults(env_config_type(env_id))
         known = [*seats, *(set(taskset_config_type(env_id).model_fields) - {"id", "task"})]
@@ -335,17 +341,23 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     config_class = env_config_type(settings.id)
     env_fields = set(config_class.model_fields) - set(EnvConfig.model_fields)
     seats = _seat_defaults(config_class)
+
     harness = settings.harness
+    # verifiers gives the taskset's own id if the taskset brings a harness.
     if harness is None and default_harness_id(settings.id) != settings.id:
         harness = _default_harness(settings)
+
+    # The env's own fields stand beside the table of its taskset.
     table: dict[str, Any] = {
         key: settings.args[key] for key in (env_fields - {*seats}) & set(settings.args)
     }
     table["taskset"] = {"id": settings.id} | {
         key: value for key, value in settings.args.items() if key not in env_fields
     }
+
     table["interception"] = dict(INTERCEPTION)
     table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
+
     for name, default in seats.items():
         if not isinstance(args := settings.args.get(name, {}), Mapping):
             raise ConfigError(
@@ -353,6 +365,7 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
                 f"such as {{max_turns = 2}}, got {args!r}"
             )
 
+        # The user's settings override ours.
         table[name] = _seat_table(settings, default, harness) | dict(args)
         if settings.past is not None and name in settings.past_agents:
             table[name] |= _past_seat(settings, settings.past)
@@ -451,7 +464,7 @@ def _check_shadows(vf: ModuleType, env: Any, where: str) -> None:
     harnesses = [type(each) for each in env._harnesses.values()]
     bases = {type(env.taskset).task_type(): vf.Task} | dict.fromkeys(harnesses, vf.Harness)
     for cls, base in bases.items():
-        for owner in cls.__mro__[: cls.__mro__.index(base)]:
+        for owner in cls.__mro__[: cls.__mro__.index(base)]:  # only classes below verifiers' own
             for name, method in vars(owner).items():
                 mark = next((each for each in MARKS if getattr(method, each, None) is True), None)
                 if mark is not None and hasattr(base, name):
@@ -465,6 +478,7 @@ def _check_tools(env: Any, where: str) -> None:
     """Refuse tool servers with a harness without MCP: verifiers fails at every rollout."""
     task = type(env.taskset).task_type()
     tools = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(env.taskset.config.task)]
+
     for harness in env._harnesses.values():
         if tools and not harness.SUPPORTS_MCP:
             raise ConfigError(

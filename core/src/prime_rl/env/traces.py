@@ -62,6 +62,7 @@ def results_of(
     failure = ("TimeoutError", "the episode timed out") if episode.is_timeout else None
     if episode.errors:  # of the env
         failure = episode.errors[-1].type, _with_our_key(episode.errors[-1].message)
+
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [failed(kind, text)]
@@ -80,6 +81,7 @@ def results_of(
         for trace in episode.traces
     ]
     first_failure = next((each for each in failures if each), None)
+
     results = [
         result_of(trace, of_trace or first_failure, trace.agent.name not in fixed)
         for trace, of_trace in zip(episode.traces, failures, strict=True)
@@ -125,10 +127,14 @@ def result_of(
     versions = info.pop(VERSIONS_KEY, None)
     if failure is None and TURN_REWARDS in info:
         info[TURN_REWARDS] = rewards_by_node(trace, info[TURN_REWARDS])
+
+    # A node has no number of its own: its place in the trace counts.
     index = {id(node): position for position, node in enumerate(trace.nodes)}
     usage = (0, 0)
+    # Without token ids, only the server's own counts are known.
     if trace.usage is not None and not any(node.token_ids for node in trace.nodes):
         usage = trace.num_input_tokens, trace.usage.completion_tokens
+
     stop = trace.stop_condition
     return RolloutResult(
         ok=failure is None,
@@ -224,6 +230,7 @@ def _fault_of_logprobs(values: Any, number: int) -> str | None:
             f"{number} sampled tokens"
         )
 
+    # A number beyond float32 becomes inf, which is refused.
     with np.errstate(over="ignore"):
         narrow = logprobs.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(narrow) | (narrow > LARGEST_LOGPROB))
@@ -371,6 +378,8 @@ def _saved_size(result: RolloutResult) -> int:
         "agent": result.agent,
         "tools": result.tools,
     }
+
+    # The value is tested at the depth that it has in the file: deep nesting cannot be decoded.
     for _ in range(FILE_DEPTH):
         saved = [saved]
     encoded = msgspec.msgpack.encode(saved, enc_hook=_text_or_list)
@@ -378,6 +387,7 @@ def _saved_size(result: RolloutResult) -> int:
     read: Any = msgspec.msgpack.decode(encoded)
     for _ in range(FILE_DEPTH):
         (read,) = read
+    # Values whose type the file changes, such as the keys of a table, fail here.
     msgspec.convert(read, _Saved)
     return len(encoded)
 
@@ -395,6 +405,7 @@ def branch_tokens(
     content: list[bool | None] = []
     node_ids: list[int] = []
     policy: list[int] = []
+
     for node in branch.nodes:
         length = len(node.token_ids)
         position = index[id(node)]
@@ -431,6 +442,7 @@ def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, floa
     or None for each turn."""
     turns = [str(position) for position, node in enumerate(trace.nodes) if node.sampled]
     is_list = isinstance(rewards, list | tuple | np.ndarray)
+
     if (
         not is_list
         or len(rewards) != len(turns)
@@ -530,14 +542,17 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
     left to train have none."""
     seen: set[int] = set()
     samples = []
+    # Branches are sorted by time: a token trains in the first branch that has it.
     for branch in sorted(branches, key=_first_turn):
         if not branch.trainable:
             continue
 
+        # A message of an earlier sample is a repeat in this one.
         repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
         mask = np.asarray(branch.sampled_mask, np.bool_) & ~repeats
         if mask.any():
             samples.append(_sample(branch, mask, repeats=repeats, temperature=temperature))
+            # Only messages that a sample has count as seen.
             seen.update(branch.node_ids)
 
     return samples

@@ -133,8 +133,10 @@ class EngineClient:
         """It was put to sleep, and not woken since."""
         self.last_paused: float | None = None
         """Seconds for which the last update kept it from sampling. None: there was none."""
+
         self._paused = 0.0
         self._retry = retry or RetryPolicy()
+
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={**(headers or {})},
@@ -142,7 +144,7 @@ class EngineClient:
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
             verify=not url.lower().startswith("http://"),
-            trust_env=not is_loopback(url),
+            trust_env=not is_loopback(url),  # a proxy cannot reach this loopback
         )
 
     async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
@@ -160,6 +162,7 @@ class EngineClient:
 
         if answer.is_success:
             return answer
+
         status = answer.status_code
         said = " ".join(answer.text.split())[:500].rstrip(".")
         kind = EngineFailed if status == 429 or answer.is_server_error else EngineRefused
@@ -205,20 +208,24 @@ class EngineClient:
         said: float | None = None
         paused_at = None
         started = time.perf_counter()
+
         try:
             if self.asleep:
                 paused_at = started  # before, it slept for the trainer
                 await self._post("/wake_up")
                 self.asleep = False
             elif not self.health.pauses_itself:
+                # An engine that pauses itself samples on until it has read and checked the files.
                 await self._pause()
                 paused_at = time.perf_counter()
+
             answer = await self._post(
                 "/update_weights", timing.UPDATE_SECONDS, once=once, json=body
             )
             with suppress(msgspec.DecodeError):  # other servers answer with anything
                 said = msgspec.json.decode(answer.content, type=_Updated).paused_seconds
         except BaseException as error:
+            # Also when cancelled: an engine that stays paused would answer nothing any more.
             gone = isinstance(error, EngineGone)
             within = timing.GONE_CLEAN_UP_SECONDS if gone else timing.CLEAN_UP_SECONDS
             with suppress(EngineError):  # the first failure is the one to report
@@ -226,6 +233,7 @@ class EngineClient:
             raise
 
         await self._post("/resume")
+
         if paused_at is None and said is not None:
             self.last_paused = said
         else:  # one that pauses itself and does not say for how long: at most this
@@ -281,6 +289,7 @@ class EngineClient:
                 if may_wait and isinstance(error, EngineSilent) and await self._is_alive():
                     # It takes a long step: what is hung does not answer at all.
                     deadline = max(deadline, min(deadline + timeout, start + timing.UPDATE_SECONDS))
+
                 silent &= isinstance(error, EngineSilent)
                 wait = self._retry.wait_after(attempt)
                 last = attempt >= self._retry.attempts
@@ -290,6 +299,7 @@ class EngineClient:
                         kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__
+
                 following = f"attempt {attempt + 1} of {self._retry.attempts} in {wait:.1f} s"
                 log.warning("%s; %s", error, following)
 

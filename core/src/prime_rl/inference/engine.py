@@ -51,10 +51,12 @@ class Replica:
         self.state = EngineState.STARTING
         self.version = started_with
         """The version of its weights. None: unknown, so weights are loaded before it serves."""
+
         self.problem: BaseException | None = None
         """Why it does not serve, or why its last request failed."""
         self.hangs = 0
         """Times that it was found hung."""
+
         self.running = self.asked = self.retried = 0
         """Requests: those in flight, all so far, and those sent again to another engine."""
         self.lost: asyncio.Future[None] | None = None
@@ -62,10 +64,12 @@ class Replica:
         self.flights: set[asyncio.Future[None]] = set()
         """One future for each request in flight: with a shared one, leaving takes time for each
         waiter."""
+
         self.loading = asyncio.Lock()
         self.looking = asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
+
         self.down_since: float | None = None
         self.down = 0.0
         """Seconds that it was away, until it last came back."""
@@ -108,10 +112,12 @@ class Replica:
         """It serves now. Returns the seconds it was away, None at the start."""
         away = None if self.down_since is None else time.monotonic() - self.down_since
         self.down += away or 0.0
+
         self.state = EngineState.SERVING
         self.down_since = None
         self.problem = None
         self.heard_at = self.ready_at = time.monotonic()
+
         self._begin_session()
         return away
 
@@ -122,6 +128,7 @@ class Replica:
         self._begin_session()
 
     def _begin_session(self) -> None:
+        # Sleep does not end a session: requests in flight are kept.
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
 
@@ -131,6 +138,7 @@ class Replica:
         silent = isinstance(problem, EngineSilent)
         if not silent:
             self.heard_at = now
+
         if isinstance(problem, NoAnswer):
             self.client.asleep = False  # the next process is awake
             return EngineState.STARTING
@@ -154,6 +162,7 @@ class Replica:
             for each in filter(None, {self.lost, *self.flights}):
                 if not each.done():  # otherwise its request is ending
                     each.set_result(None)
+
         if state is EngineState.HUNG and self.state is not EngineState.HUNG:
             self.hangs += 1
         self.state = state

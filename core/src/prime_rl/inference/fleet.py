@@ -70,12 +70,14 @@ class Fleet(EnginePool):
         self._client = partial(
             EngineClient, key=admin_key, retry=retry, headers=dict(options.headers)
         )
+
         clients = [self._client(url) for url in urls]
         version = first.version if options.own and options.have_first else None
         engines = [Replica(number, client, version) for number, client in enumerate(clients)]
         poll = options.poll
         hang_timeout = options.hang_timeout
         super().__init__(engines, options.model, poll=poll, hang_timeout=hang_timeout)
+
         self._grace = timing.START_GRACE
         self.asleep = False
         self._own = options.own
@@ -96,6 +98,7 @@ class Fleet(EnginePool):
         """Engines join and leave: these are the fleet's from now on. One that joins loads the
         current weights before it serves; what is in flight at one that leaves is asked again."""
         self.names = dict(zip(urls, names, strict=False))
+
         known = {engine.url: engine for engine in self.engines}
         for engine in (known[url] for url in known.keys() - set(urls)):
             self.engines.remove(engine)
@@ -133,12 +136,14 @@ class Fleet(EnginePool):
         super()._check(kind)
         if kind is EngineError:  # after the start, engines come and go
             return
+
         for engine in self.engines:
             if isinstance(engine.problem, OtherModel) and not self._own:
                 raise EngineError(
                     f"{engine.reason} (model.name). Name the model that it serves, start it with "
                     "that name (prime-rl serve --served-model-name), or fix inference.base_url."
                 )
+
             if self._delivery is not None and engine.ready_at:
                 self._delivery.check(engine)
 
@@ -171,6 +176,7 @@ class Fleet(EnginePool):
         sleeps = self.asleep and engine.state is EngineState.ASLEEP
         if sleeps or time.monotonic() < engine.join_at:
             return
+
         try:
             if self.asleep:
                 await engine.client.sleep()
@@ -193,10 +199,12 @@ class Fleet(EnginePool):
         if self._delivery is not None:
             self._delivery.check(engine)
         target = self._target
+
         has = engine.version
         # An engine that does not say its version may have been restarted since it served.
         is_known = health.version == has or (health.version is None and not engine.has_served)
         if engine.state is EngineState.ASLEEP or has != target.version or not is_known:
+            # A transport sends each version once. An engine that joins later reads files.
             if self._delivery is not None:
                 await wait_for_files(lambda: self._target, self._delivery.timeout)
                 target = self._target
@@ -216,7 +224,9 @@ class Fleet(EnginePool):
         start = time.perf_counter()
         weights = Weights(weight_dir, version)
         before = self._target
+        # Before the first await: an engine that joins from now on loads these.
         self._target = weights
+
         asked = [
             e for e in self.engines if e.in_service and (e.version != version or not e.serving)
         ]
@@ -264,10 +274,12 @@ class Fleet(EnginePool):
         missed = dict[Replica, BaseException]()
         if self._delivery is not None and only_in_memory(weights.directory):
             left, missed = await self._delivery.deliver(weights, asked, self._update)
+
         # An engine that went away during the delivery may be joining already.
         here = [engine for engine in left if engine.in_service]
         tasks = {e: asyncio.create_task(self._update(e, weights)) for e in here}
         await all_but_stragglers(list(tasks.values()))
+
         for engine, task in tasks.items():
             if not task.done():
                 self._stragglers.add(task)
@@ -301,13 +313,18 @@ class Fleet(EnginePool):
     async def sleep(self) -> None:
         """Have every engine give its memory back; requests in flight are kept, new ones wait.
         ``update_weights`` wakes them. Raises ``EngineError`` if one cannot."""
+        # Before the first await: an engine that joins meanwhile must not serve.
         self.asleep = True
         asked = self.serving
+
         for engine in asked:
+            # Marked at once, so that no request goes to an engine that is falling asleep.
             engine.state = EngineState.ASLEEP
+
         outcomes = await asyncio.gather(
             *(engine.client.sleep() for engine in asked), return_exceptions=True
         )
+
         for engine, error in zip(asked, outcomes, strict=True):
             if isinstance(error, EngineGone):
                 self._lose(engine, error)
@@ -348,6 +365,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
     much longer than the others, and continue. A failure sets no pace: while no task has succeeded,
     only their own timeouts apply. Cancelling this cancels the tasks."""
     started = time.monotonic()
+
     pace = None
     pending = set(tasks)
     try:
@@ -358,6 +376,7 @@ async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
                 left = started + limit - time.monotonic()
                 if left <= 0:
                     return
+
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )

@@ -59,14 +59,17 @@ class EnginePool:
         of silence after which an engine is hung."""
         self.engines = list(engines)
         self._model = model
+
         self.on_waiting: Callable[[str | None], None] = lambda text: None
         """Called with the reason why requests wait, and with None when they no longer wait."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
+
         self._poll = poll
         self._hang_timeout = hang_timeout
         self._grace = math.inf
         self._pause = RetryPolicy(first_wait=poll)
+
         self._homes: dict[Hashable, Replica] = {}
         self._waiting = 0
         self._starting = False
@@ -81,6 +84,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop looking at the engines, and close the connections."""
+        # The tasks end first, because they use the connections.
         await asyncio.gather(*map(end, self._watching.values()))
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
@@ -99,10 +103,12 @@ class EnginePool:
         than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
         """
         self._watch_all()
+
         # Three patiences: pauses grow with every try, a request may fail so often by itself, and
         # so many engines may go away under it.
         attempt = failures = losses = 0
         failed_at: Replica | None = None
+
         while True:
             engine = await self._choose(key, failed_at)
             try:
@@ -118,15 +124,20 @@ class EnginePool:
                         if failures > tries:
                             text = f"a request failed {failures} times: {error}. See its log."
                             raise GivenUp(text) from error
+
                         attempt = attempt + 1
                         failed_at = engine
+
+                        # Many requests fail together: one of them logs it.
                         if engine.problem is None:
                             log.warning("%s; trying again", error)
                         engine.problem = error
                         self._notify()
+
                         with self._shown_waiting():
                             await asyncio.sleep(self._pause.wait_after(attempt))
                         continue
+
                 # The engine has gone, which is not the request's fault: it moves at once.
                 engine.retried += 1
                 losses += 1
@@ -143,6 +154,7 @@ class EnginePool:
 
     async def _choose(self, key: Hashable, failed_at: Replica | None) -> Replica:
         self._raise_bugs()
+
         if not self.serving:
             with self._shown_waiting():
                 while not self.serving:
@@ -164,11 +176,13 @@ class EnginePool:
     async def _do(self, engine: Replica, work: Callable[[Replica], Awaitable[T]]) -> T:
         engine.running += 1
         engine.asked += 1
+
         task = asyncio.ensure_future(work(engine))
         # Ends this request as soon as any other finds the engine gone: a connection to a machine
         # that is off may stay silent for minutes.
         lost = asyncio.Future[None]()
         engine.flights.add(lost)
+
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -190,8 +204,10 @@ class EnginePool:
         for what waiting does not change.
         """
         self._watch_all()
+
         deadline = time.monotonic() + timeout
         self._starting = True
+
         with self._shown_waiting():
             while len(self.serving) < len(self.engines):
                 self._check(ConfigError)
@@ -199,6 +215,7 @@ class EnginePool:
                 # The run can begin with one engine. It does not wait long for the others.
                 if self.serving:
                     deadline = min(deadline, now + self._grace)
+
                 if now >= deadline:
                     self._not_ready(timeout)
                     break
@@ -227,6 +244,7 @@ class EnginePool:
         for engine in self.engines:
             if engine not in self._watching:
                 self._watching[engine] = asyncio.create_task(self._watch(engine))
+                # A watch that fails wakes the waiting requests, which raise its error.
                 self._watching[engine].add_done_callback(lambda task: self._notify())
 
     async def _watch(self, engine: Replica) -> None:
@@ -255,12 +273,15 @@ class EnginePool:
         async with engine.looking:
             if engine.looked_at > asked:  # another request has just looked
                 return None
+            # Read before the look: both may change while the engine answers.
             version = engine.version
             was_loading = engine.loading.locked()
+
             try:
                 health = await engine.client.look(self._model)
             except EngineError as problem:
                 engine.looked_at = time.monotonic()
+
                 others = [each for each in self.serving if each is not engine]
                 state = engine.after(problem, self._hang_timeout, alone=not others)
                 if state is not engine.state or not engine.in_service:

@@ -90,6 +90,7 @@ class Branch:
     def recorded(self, prompt: Sequence[int]) -> tuple[RecordedPath, slice] | None:
         """The reply to ``prompt`` that is recorded. None: there is none."""
         length = len(prompt)
+
         for path in self.paths:
             if (
                 length < path.end
@@ -138,6 +139,7 @@ class ReplayServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
         limits = aiohttp.ClientTimeout(total=None)
         self._http = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
 
@@ -167,6 +169,7 @@ class ReplayServer:
         branch = self._branches.get(str(body.get("cache_salt")))
         if branch is None:
             return web.json_response({"error": "no such branch"}, status=404)
+
         prompt = [int(token) for token in body["token_ids"]]
         if branch.is_live:
             return await self._forward(request, branch, body)
@@ -196,7 +199,9 @@ class ReplayServer:
         headers = {"Content-Type": "application/json"}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
+        # The request's salt names its branch. The engine needs the salt of its own cache.
         content = msgspec.json.encode({**body, "cache_salt": branch.cache_salt})
+
         try:
             async with self._http.post(
                 f"{branch.engine}{ROUTE}", data=content, headers=headers
@@ -221,6 +226,7 @@ class ReplayServer:
         first = path.token_ids[reply].tolist()
         settings = dict(body["sampling_params"])
         branch.replayed.append((path.token_ids[: reply.stop].tolist(), reply.start))
+        # The limit covers the whole reply, recorded tokens included.
         if settings.get("max_tokens") is not None:
             settings["max_tokens"] -= len(first)
             if settings["max_tokens"] < 1:
@@ -235,18 +241,21 @@ class ReplayServer:
         if answer.status != 200:
             return answer
         assert isinstance(answer.body, bytes)
+
         given: dict[str, Any] = msgspec.json.decode(answer.body)
         recorded = _answer(path, reply, frozenset())["choices"][0]
         choice = given["choices"][0]
         choice["token_ids"] = [*first, *choice["token_ids"]]
         content = recorded["logprobs"]["content"]
         choice["logprobs"]["content"] = content + choice["logprobs"]["content"]
+
         if choice.get("weight_versions") is not None:
             moved = [
                 {**span, "start": span["start"] + len(first), "end": span["end"] + len(first)}
                 for span in choice["weight_versions"]
             ]
             choice["weight_versions"] = recorded.get("weight_versions", []) + moved
+
         return web.json_response(given)
 
 
@@ -263,6 +272,7 @@ def _answer(path: RecordedPath, reply: slice, stop_token_ids: frozenset[int]) ->
         "finish_reason": "stop" if token_ids[-1] in stop_token_ids else "length",
         "logprobs": {"content": content},
     }
+
     if path.policy_versions is not None:
         choice["weight_versions"] = spans(path.policy_versions[reply].tolist())
     return {"request_id": "recorded", "choices": [choice]}

@@ -51,6 +51,7 @@ def read_scores(ids: list[int], reply: Reply) -> FloatColumn:
     position that has none."""
     column = np.zeros(len(ids), np.float32)
     entries = _entries(reply, ids)
+
     for position, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
         logprob_entry = (entry or {}).get(str(token))
         logprob = None if logprob_entry is None else logprob_entry.logprob
@@ -82,12 +83,15 @@ def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColu
     first position that has fewer."""
     tokens = np.zeros((len(ids), k), np.int32)
     column = np.zeros((len(ids), k), np.float32)
+
     for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
         pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
+        # Ties go to the lowest id: the order within the answer must not decide.
         likeliest = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
         if len(likeliest) < k:
             text = f"{len(likeliest)} alternatives, expected {k}"
             raise ValueError(f"position {position} of {len(ids)}: got {text}")
+
         tokens[position] = [token for _, token in likeliest]
         column[position] = [-negative for negative, _ in likeliest]
 
@@ -101,6 +105,7 @@ def read_completions(
     completion or a logprob is missing."""
     if len(reply.choices) != n:
         raise ValueError(f"got {len(reply.choices)} choices, expected {n}")
+
     completions = []
     for choice in reply.choices:
         entries = choice.logprobs.content if choice.logprobs else []
@@ -114,6 +119,7 @@ def read_completions(
         versions = np.full(len(logprobs), -1, np.int32)
         for span in choice.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
+
         completion = Completion(
             prompt_ids=np.array(ids, np.int32),
             token_ids=np.array(choice.token_ids, np.int32),

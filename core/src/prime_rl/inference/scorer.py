@@ -72,6 +72,7 @@ class PromptScorer:
         """The same model for one env, under the same limits. ``salt``: what its seeds depend on.
         ``stops``: tokens that end a completion by default. ``asked`` counts requests and their
         tokens."""
+        # A shallow copy shares the pool and the slots, so the limits hold for all.
         lent = copy.copy(self)
         lent._salt = salt
         lent._stops = stops
@@ -115,6 +116,7 @@ class PromptScorer:
     ) -> list[Completion]:
         """Sample ``n`` completions. Waits and raises as ``logprobs``."""
         ids = [int(token) for token in token_ids]
+
         stops = self._stops() if stop_token_ids is None else stop_token_ids
         asked = {
             **SAMPLING,
@@ -124,6 +126,7 @@ class PromptScorer:
             "seed": self._seed(ids, group_id, seed),
             "stop_token_ids": [int(token) for token in stops],
         }
+
         read = partial(
             read_completions, ids, n=n, temperature=temperature, live=self._cache_salt() is not None
         )
@@ -155,6 +158,7 @@ class PromptScorer:
         """The result of ``read`` for the answer."""
         if len(ids) < 2 and "prompt_logprobs" in sampling:  # nothing comes before the first
             return read(Reply(prompt_logprobs=[None] * len(ids)))
+
         work = partial(self._post, ids, sampling, read)
         async with self._slots:
             answer = await self.pool.ask(group_id, work, tries=TRIES)
@@ -166,6 +170,7 @@ class PromptScorer:
     ) -> T:
         client = engine.client
         limit = engine.client.health.max_model_len
+        # Sampling needs room for one more token. Some engines score a full context.
         sampled = "" if "prompt_logprobs" in sampling else ", before any is sampled"
         if limit is not None and len(ids) + bool(sampled) > limit:
             raise OverlongError(
@@ -175,10 +180,12 @@ class PromptScorer:
             )
 
         body = {"model": self._model, "token_ids": ids, "sampling_params": sampling}
+        # Prefixes that were cached under other weights must not be used.
         salt = self._cache_salt()
         if salt is not None:
             body["cache_salt"] = salt
         content = msgspec.json.encode(body)
+
         try:
             answer = await client.request(
                 "POST", ROUTE, self._timeout, content=content, headers=self._headers
@@ -191,12 +198,14 @@ class PromptScorer:
                     await client.look(self._model)
                 except EngineRefused as other:  # it serves another model by now
                     raise EngineError(f"{other}. {other.fix}") from other
+
                 fix = (
                     "It serves the model but not this route: a reference must give prompt_logprobs "
                     "(prime-rl serve, vLLM with --enable-scale-out)."
                 )
             elif limit == len(ids) and not refusal.locked:
                 fix = f"Serve it with a max_model_len of {limit + 1}: one token is sampled."
+
             raise EngineError(f"{refusal}. {fix}") from refusal
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineError(f"{client.label}: {ROUTE}: {error}") from error

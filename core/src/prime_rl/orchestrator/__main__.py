@@ -53,11 +53,13 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     config = read_config(run_dir)
     set_up_logging(config.log.level)
+
     for notice in settle(os.environ):  # a remote launcher's machine has an environment of its own
         log.warning(notice)
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
+
     with watching_coroutines():
         try:
             code = loop.run_until_complete(_supervised(run_dir, config))
@@ -100,6 +102,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         if terminated.is_set():
             return ENDED
 
+        # The cancellation came from inside: no signal and no stop caused it.
         text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
         _report(RunError(text), status)
         return 1
@@ -130,6 +133,7 @@ def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
 async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     launch = Launch.read(run_dir)
     status.report("loading plugins and verifiers")
+
     with lasting_imports():
         hooks = load_plugins(disabled=config.plugins.disabled)
         losses = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
@@ -227,11 +231,13 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     envs = [build.build_train_env(shared, env) for env in config.orchestrator.train.env]
     for env in envs:
         await stack.enter_async_context(env.environment)
+
     for env in envs:
-        # Before `setup`: a part whose set-up fails is closed too.
+        # `close` is registered first, so a part whose `setup` fails is closed too.
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup(env.host)
+
         if isinstance(env.source, ExternalSource):
             stack.push_async_callback(env.source.source.close)
             await env.source.source.setup(env.host)
@@ -247,7 +253,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         stack.push_async_callback(observer.close)  # also if its set-up fails
         await observer.setup()
 
-    # Last, so that all of this happens while the engines start.
+    # This wait comes last, so that the set-up above runs while the engines start.
     await _wait_for_models(stack, run, engines=engines, envs=envs)
     return orchestrator
 
@@ -268,6 +274,7 @@ async def _wait_for_models(
     timeout = run.config.inference.ready_timeout
     outages = engines.outages
     run.status.report("waiting", waiting_for="inference (engine start)")
+
     for fleet in engines.fleets:
         await fleet.wait_ready(timeout)
 

@@ -64,10 +64,13 @@ class AgentAlgorithms(Algorithm):
             "grows_groups": any(each.grows_groups for each in algorithms),
             "needs_temperature": next((each for each in temperatures if each is not None), None),
         }
+
         implemented = {name for part in parts for name in marked_hooks(part.algorithm)}
         attributes |= {name: HOOKS[name] for name in implemented}
+        # A class of its own, because core asks the class which hooks it has.
         instance: AgentAlgorithms = type(cls.__name__, (cls,), attributes)(PluginConfig())
         instance.parts = parts
+
         limits = [each.trains_at_most for each in algorithms]
         if None not in limits:
             # A member of the group is an episode: it trains if any of its agents does.
@@ -158,6 +161,7 @@ async def score_rollout(self: AgentAlgorithms, rollout: Rollout) -> None:
 
 @hookimpl
 def observation_weights(self: AgentAlgorithms, rollout: Rollout) -> Any:
+    # A rollout belongs to one agent, so only one part answers.
     for hooks, _ in self.shares([rollout]):
         return hooks.observation_weights(rollout)
     return None
@@ -217,6 +221,7 @@ def make_algorithm(
     """
     where = f"env {env.label!r}: "
     of_agents = {}
+
     for name, agent in env.agents.items():
         if isinstance(agent.algo, AlgoConfig):
             of_agents[name] = make(
@@ -232,6 +237,7 @@ def make_algorithm(
     if is_left:
         algo = env.algo or shared
         rest = make(ALGORITHM, algo.type, table=algo.settings, hooks=hooks, where=f"{where}algo")
+
     if not of_agents:
         assert rest is not None
         return rest

@@ -34,6 +34,8 @@ class Background(Monitor):
         self._monitor = monitor
         self._max_waiting = max_waiting
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+
+        # Batches of rollouts are large, so few of them may wait; lines of metrics are small.
         self._room = threading.Semaphore(MAX_WAITING_ROLLOUTS)
         self._lost = 0
         self._failures = Failures()

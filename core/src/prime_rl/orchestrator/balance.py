@@ -26,7 +26,7 @@ def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list
     ``number`` if there are fewer groups. ``groups``, ``costs``: one for each sample."""
     ids, owners = np.unique(groups, return_inverse=True)
     work = np.asarray(np.bincount(owners, costs), np.float64)
-    # Groups have no length here: bins without room take them all, and none stays empty.
+    # Groups have no length here, so bins without room take them: no more bins than groups.
     free = [0] * len(ids)
     bins = spread(range(len(ids)), work, lengths=free, room=free[:number]) or []
     return [np.flatnonzero(np.isin(owners, members)).tolist() for members in bins]
@@ -51,7 +51,7 @@ def spread(
     # The costliest first (Graham 1969), to the bin with the least work that has room.
     for index in sorted(samples, key=lambda i: -work[i]):
         passed = []
-        # Bins with less work and no room come back after this sample.
+        # Bins without room for this sample are put back after it.
         while heap and heap[0][2] < lengths[index]:
             passed.append(heappop(heap))
         if not heap:
@@ -60,6 +60,7 @@ def spread(
         done, number, free = heap[0]
         bins[number].append(index)
         heapreplace(heap, (done + work[index], number, free - lengths[index]))
+
         for other in passed:
             if other[2] >= smallest:  # otherwise it is full
                 heappush(heap, other)

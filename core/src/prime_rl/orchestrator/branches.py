@@ -111,6 +111,7 @@ class Branches:
             cache_salt=str(self._version()),
         )
 
+        # The replies are recorded, so the seed samples nothing.
         result = await self._play(
             branch, parent, environment=environment, sampling=sampling, seed=0
         )
@@ -209,9 +210,12 @@ def leave_out_replayed(rollout: Rollout, branch: Branch) -> None:
     """What came from the record trains in the rollout that it was recorded of, and not here."""
     first = branch.paths[0]
     whole = first.token_ids[: first.end]
+
     for sample in rollout.samples:
         if len(sample) > first.end and np.array_equal(sample.token_ids[: first.end], whole):
+            # The prefix trains in the parent.
             sample.is_repeat = np.arange(len(sample)) < first.end
+        # Replies that were read from the record train in the parent too.
         for token_ids, begin in branch.replayed:
             end = len(token_ids)
             if len(sample) >= end and np.array_equal(sample.token_ids[:end], token_ids):
@@ -230,6 +234,6 @@ def seed_of(run_seed: int, prefix: Prefix, number: int) -> int:
         *(run_seed, parent.env, parent.group_id, parent.episode_id),
         *(prefix.sample, prefix.end, number),
     )
-    # Not `hash`, which differs between processes.
+    # The built-in `hash` of a text differs between processes.
     digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 2**31

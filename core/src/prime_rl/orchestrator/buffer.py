@@ -56,6 +56,7 @@ class Buffer:
         self._max_off_policy = max_off_policy_steps
         self._pre = pre
         self._post = post
+        # Patience counts places, because the rollouts of a token batch differ in length.
         self._patience = max_empty_batches * self._size.places
 
         self._pending: deque[tuple[Rollout, Group]] = deque()
@@ -101,7 +102,7 @@ class Buffer:
         if self._size.by_tokens:
             return room <= 0
 
-        # The rest of the group waits here too, for `add` takes it as a whole.
+        # `add` takes in whole groups, so all of the group's rollouts are pending here.
         return sum(rollout.group_id == group_id for rollout, _ in self._pending) > room
 
     async def wait_until_full(self) -> None:
@@ -243,6 +244,7 @@ class Buffer:
         self._fruitless += count
         self._fruitless_places += places
         self._reasons[reason] += count
+
         if self._fruitless_places >= self._patience:
             reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
@@ -298,7 +300,9 @@ class FilterSlot:
         enforcing ones that object, each with its reason: none if the rollout may train."""
         self.seen += 1
         enforcing = {}
+
         for name, is_enforcing, call in self._calls:
+            # A rollout without its group is judged as a group of one.
             reasons = call(rollout=rollout, group=group or [rollout])
             wrong = [reason for reason in reasons if not isinstance(reason, str)]
             if wrong:

@@ -44,6 +44,7 @@ from prime_rl.orchestrator.context import (
     scorer_over,
 )
 from prime_rl.orchestrator.curriculum import Curriculum
+from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.orchestrator.engines import EngineKeeper, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.measure import Measurement
@@ -89,8 +90,10 @@ def build_orchestrator(
     run = shared.run
     engines = shared.engines
 
+    # Envs with `measure_every` do not train: the trainer only measures their loss.
     every = {env.label: env.measure_every for env in run.config.orchestrator.train.env}
     measured: dict[TrainEnv, int] = {}
+
     for env in envs:
         steps = every[env.name]
         if steps is not None:
@@ -104,6 +107,7 @@ def build_orchestrator(
         step=lambda: sampling.dispatcher.next_step,
         last_sent=lambda: buffer.batch.step - 1,
     )
+    # Gates read the metrics of each batch, before it is sent.
     reporter.measured = curriculum.measured
     sampler = build_sampler(
         run.config,
@@ -111,6 +115,7 @@ def build_orchestrator(
         envs=envs,
         curriculum=curriculum,
         rollouts_per_group=lambda env: sampling.dispatcher.rollouts_per_group(env),
+        dispatcher=lambda: sampling.dispatcher,
     )
 
     size = BatchSize(
@@ -122,6 +127,7 @@ def build_orchestrator(
     buffer = build_buffer(run, envs, size)
     environment = partial(_environment, shared)
     compared = compared_by(run, envs, sampler=sampler, buffer=buffer)
+    # Rollouts of an env in which nothing compares siblings are handed on alone.
     alone = frozenset(env.name for env in envs if not compared[env.name])
 
     host = ObserverHost(
@@ -168,8 +174,9 @@ def build_orchestrator(
         *([Measurement(run, measured)] if measured else []),
     ]
 
+    # `checkpointing` is an observer itself, so it gets the list afterwards.
     checkpointing.observers = observers
-    # It runs in the trainer. Here it only says how the rows have to be packed.
+    # The optimizer runs in the trainer. Here it only tells how rows have to be packed.
     optimizer = make_optimizer(
         run.config.trainer.optim, load_plugins(TRAINER_GROUP, disabled=run.config.plugins.disabled)
     )
@@ -194,6 +201,7 @@ def build_orchestrator(
         *(env.environment.take_metrics for env in envs),
     ]
 
+    # The state is restored last, when every part exists.
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(
@@ -215,15 +223,19 @@ def compared_by(
     handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
     group, and where no group is left to divide."""
     of_all = [f"filter {name!r}" for name in buffer.group_filters]
+    # A sampler sees groups through these two methods only.
     if _overrides(sampler, Sampler, "observe", "reject"):
         of_all.append(f"sampler {sampler.name!r}")
+
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
+            # The source observes the groups of all envs, so all envs wait for siblings.
             of_all.append(f"the source of env {env.name!r}")
 
     partial = run.config.orchestrator.partial_groups
     compared = {}
+
     for env in envs:
         of_groups = []
         for part in parts_of(env.algorithm):
@@ -240,6 +252,7 @@ def compared_by(
 
         mine = env.hooks.implementers("score_group", without=env.algorithm)
         mine += env.hooks.implementers("wanted_members", without=None) if env.limits else []
+
         if partial is not None and env.limits is not None:
             raise ConfigError(
                 f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
@@ -288,7 +301,9 @@ def build_engines(run: RunContext) -> Engines:
     inference = run.config.inference
     table = run.config.weight_broadcast
     launch = run.launch
+    # Engines load weights only for requests with the run's own key.
     key = os.environ.get(ADMIN_KEY, "")
+    # Step n makes version n, so the run goes on from the version before its first step.
     version = launch.first_step - 1
     check_headers(inference.headers_from_env, "inference")
     headers = all_headers(inference.headers, inference.headers_from_env)
@@ -308,6 +323,7 @@ def build_engines(run: RunContext) -> Engines:
     if transport is not None:
         delivery = transport.delivery(run.run_dir / "broadcasts", table.timeout)
 
+    # Without engines, a version counts as served as soon as it is announced.
     kind = Fleet if run.config.has_engines else NoFleet
     fleet = kind(
         launch.engine_urls,
@@ -326,12 +342,13 @@ def build_engines(run: RunContext) -> Engines:
     reset = run.config.trainer.reference_reset
     reference = 0 if launch.checkpoint is None else launch.checkpoint.reference
     earlier = {}
+
     for name, url in launch.reference_urls.items():
         follows = partial(_earlier_engine, run, url=url, key=key, options=options, outages=outages)
         if name == "ema":
             # The average changes with each version, the reference only when it is reset.
             earlier[name] = follows(folder=AVERAGES, version=version, interval=1)
-        # Otherwise it never changes: `EnvHost.initial` treats it as a frozen model.
+        # Without a reset the weights never change, and `EnvHost.initial` has a frozen model.
         elif name == "initial" and (reset is not None or reference):
             interval = None if reset is None else reset.interval
             earlier[name] = follows(folder=REFERENCES, version=reference, interval=interval)
@@ -378,6 +395,7 @@ def _past_policies(run: RunContext, key: str, options: FleetOptions) -> PastPoli
         run.run_dir,
         table,
         fleet=Fleet(
+            # A fleet takes the address of the engine itself, without its `/v1`.
             [url.removesuffix("/").removesuffix("/v1")],
             admin_key=key,
             first=Weights(launch.initial, 0),
@@ -461,6 +479,7 @@ def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
             check_attribution(part.where(env.label), type(part.algorithm), rendering.cls)
 
     source = build_source(shared, env, environment)
+    # The last registered plugin runs first, so the algorithm runs before the env's hooks.
     env_scope = scope(env.label, hooks, [*env_hooks(env.id, env.args), algorithm])
 
     limits = None
@@ -538,7 +557,7 @@ def _environment(
         past=endpoint,
     )
 
-    # A number of the env's own counts, also 0.
+    # The env's own number overrides the shared one, even if it is 0.
     shared_number = shared.run.config.orchestrator.env_workers
     if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
         return Environment(settings)
@@ -556,18 +575,21 @@ def build_sampler(
     envs: Sequence[TrainEnv],
     rollouts_per_group: Callable[[str], float] = lambda env: 1.0,
     curriculum: Curriculum | None = None,
+    dispatcher: Callable[[], Dispatcher] | None = None,
 ) -> Sampler:
     """The sampler of ``[orchestrator.sampler]``, over the envs. ``rollouts_per_group``: for each
-    env, by its name. ``curriculum``: None: the envs are as in the first step."""
+    env, by its name. ``curriculum``: None: the envs are as in the first step. ``dispatcher``: None:
+    no env has failed."""
     table = config.orchestrator.sampler
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
     known = [
+        # Functions stand for values that change during the run.
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,
             ratio=tables[env.name].first_ratio,
-            is_ready=partial(_may_be_sampled, curriculum, env),
+            is_ready=partial(_may_be_sampled, env, envs, curriculum, dispatcher),
             task=env.source.task,
             rollouts_per_group=partial(rollouts_per_group, env.name),
             scheduled=partial(curriculum.weight, env.name) if tables[env.name].weight else None,
@@ -584,8 +606,30 @@ def build_sampler(
     )
 
 
-def _may_be_sampled(curriculum: Curriculum, env: TrainEnv) -> bool:
-    return curriculum.is_open(env.name) and env.source.is_ready()
+def _may_be_sampled(
+    env: TrainEnv,
+    envs: Sequence[TrainEnv],
+    curriculum: Curriculum,
+    dispatcher: Callable[[], Dispatcher] | None,
+) -> bool:
+    """Whether the next group may be of an env. One that fails has one group on its way at a time:
+    more would hold the places of the others until they time out. Unless no other env can give
+    anything: then the run waits for this one."""
+
+    def has_something(each: TrainEnv) -> bool:
+        return curriculum.is_open(each.name) and each.source.is_ready()
+
+    if not has_something(env):
+        return False
+    if dispatcher is None or not dispatcher().is_failing(env.name):
+        return True
+    if not dispatcher().is_asked(env.name):
+        return True
+    return not any(
+        has_something(other) and curriculum.weight(other.name) > 0
+        for other in envs
+        if not dispatcher().is_failing(other.name)
+    )
 
 
 def build_buffer(run: RunContext, envs: Sequence[TrainEnv], size: BatchSize) -> Buffer:

@@ -138,6 +138,7 @@ class Checkpointing(Observer):
             step = self._begun[0]
             awaited = f"trainer (checkpoint of step {step})"
             self.context.status.report("finishing", waiting_for=awaited)
+            # A checkpoint may take long. Only time in which the trainer does nothing counts.
             if trainer_works(self.context.run_dir):
                 deadline = time.monotonic() + within
 
@@ -212,7 +213,7 @@ class Checkpointing(Observer):
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
-        # Twice, for another process may free space meanwhile.
+        # The second attempt may find space that another process has freed.
         for wait in (RETRY_SECONDS, None):
             try:
                 self.save(part, step)
@@ -231,6 +232,7 @@ class Checkpointing(Observer):
         """Write the part of step ``step``, its ``progress.json`` last. Raises ``OSError``."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+
         for name, part in self._parts.items():
             folder = _folder(directory, name)
             folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +251,7 @@ class Checkpointing(Observer):
             config=self.context.config.model_dump(mode="json"),
         )
 
-        # A part with this file counts as whole, so it comes last, and by one rename.
+        # A part with this file counts as complete, so it is written last and by one rename.
         temporary = directory / f".{PROGRESS}"
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
         # An attempt that was replaced wakes up late, and must not write over the newer one.
@@ -276,7 +278,7 @@ class Checkpointing(Observer):
 
         self.dispatcher.resume(progress)
 
-        # The config may have lost an env since.
+        # The config may have lost an env since the checkpoint.
         known = {env.name for env in self.envs}
         stored = decode_rollouts(directory / BUFFERED)
         buffered = [each for each in stored["rollouts"] if each.rollout.env in known]

@@ -81,7 +81,7 @@ class Outages:
     def reporter(self) -> Callable[[str | None], None]:
         """For one pool: call it with the reason why the pool waits, and with None when it no longer
         waits."""
-        # A new object for each pool: two pools may wait for the same reason.
+        # Each pool gets an object as its key: two pools may report the same text.
         return partial(self._report, object())
 
     def _report(self, pool: object, text: str | None) -> None:
@@ -307,6 +307,7 @@ class EnvHost:
     def take_metrics(self) -> dict[str, float]:
         """The algorithm's requests and their tokens since the last call. Empty without any."""
         taken = {f"scoring/{self.env}/{name}": float(n) for name, n in self._asked.items()}
+        # The names stay, with 0: a metric does not vanish from a step without requests.
         self._asked.subtract(dict(self._asked))
         return taken
 
@@ -316,6 +317,7 @@ class EnvHost:
         if engine is not None:
             return self._lend_earlier(engine)
 
+        # No reset changes these weights: they are a frozen model of the config or of the run.
         run = self._shared.run
         model = run.config.orchestrator.initial
         url = run.launch.reference_urls.get("initial")

@@ -128,7 +128,7 @@ class Curriculum:
                 self._results[env][version] = metrics[gate.metric]
                 continue
 
-            # An evaluation of that env without the metric: the gate would never open.
+            # The gate's env was evaluated without its metric: the gate would never open.
             rewards = [name for name in metrics if name.endswith(REWARD)]
             if any(gate.metric.startswith(name.removesuffix(REWARD) + "/") for name in rewards):
                 _refuse(env, gate.metric, f"the evaluation of version {version}", metrics)
@@ -158,7 +158,7 @@ class Curriculum:
         """Those of versions that are old enough by the batch of ``step``, oldest first."""
         results = self._results[env]
         for version in sorted(results):
-            # Earlier, the step would depend on how long the evaluation takes.
+            # Reading it earlier would make the step depend on how long the evaluation takes.
             if version + VERSIONS_LATER > step or env in self._open:
                 break
 
@@ -208,7 +208,7 @@ class Curriculum:
             if gate.metric is not None
         }
 
-        # By a rename: it replaces a file of a checkpoint that counts as whole.
+        # `batch_sent` saves a second time, so a rename keeps the file of the checkpoint complete.
         temporary = directory / f".{STATE}"
         temporary.write_bytes(msgspec.json.encode(State(self.open_envs, windows)))
         temporary.replace(directory / STATE)

@@ -42,6 +42,9 @@ from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
+FAILED_IN_A_ROW = 64
+"""Rollouts of an env that failed, and none that finished, after which the env counts as failing. Of
+an env in which nine of ten fail, one row of 64 in a thousand does."""
 CANCEL_SECONDS = 10.0
 """How long a cancelled rollout may take to end."""
 
@@ -154,6 +157,8 @@ class Dispatcher:
         self.alone = frozenset(alone if self._config.max_off_policy_steps else ())
         """Envs whose rollouts are handed on alone."""
         self._yields: dict[str, float] = {}
+        self._failed: Counter[str] = Counter()
+        """Rollouts that failed since one of their env finished."""
         self.admission = Admission(
             batch_size=self._size.places,
             max_off_policy_steps=self._config.max_off_policy_steps,
@@ -218,6 +223,7 @@ class Dispatcher:
         del self._open[group.number]
         self.admission.remove(group)
 
+        self._note_failures(group)
         survivors = group.survivors
         self._size.came_back(group.env.name, survivors)
         if survivors:
@@ -245,7 +251,7 @@ class Dispatcher:
         groups = self._open | self._chosen
         waiting: list[RequestedGroup] = []
         alone: dict[int, RequestedGroup] = {}
-        # In the order in which they were chosen, so that a resumed run opens them in that order.
+        # Groups are saved in the order of choice, so that a resumed run opens them in that order.
         for group in (groups[number] for number in self.admission.tickets.all):
             again = RequestedGroup(group.group_id, group.env.name, group.example_id)
             if group.env.name in self.alone:
@@ -284,6 +290,33 @@ class Dispatcher:
 
         self._size.resume({env: x for env, x in requested.tokens.items() if env in self._envs})
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
+
+    # -- envs that fail ---------------------------------------------------------------------------
+
+    def _note_failures(self, group: OpenGroup) -> None:
+        env = group.env.name
+        was_failing = self.is_failing(env)
+        self._failed[env] = 0 if group.num_finished else self._failed[env] + group.num_failed
+
+        if self.is_failing(env) and not was_failing:
+            log.warning(
+                "env %r: the last %d rollouts failed. One group at a time asks whether it works "
+                "again, while other envs have something to give",
+                env,
+                self._failed[env],
+            )
+        elif was_failing and not self.is_failing(env):
+            log.info("env %r works again", env)
+
+    def is_failing(self, env: str) -> bool:
+        """Whether all that came back of an env lately has failed. Never so in a synchronous run,
+        whose groups do not depend on what comes back."""
+        return self._failed[env] >= FAILED_IN_A_ROW and not self.admission.in_order
+
+    def is_asked(self, env: str) -> bool:
+        """Whether a group of the env is on its way."""
+        groups = (*self._open.values(), *self._chosen.values())
+        return any(group.env.name == env for group in groups)
 
     # -- opening groups ---------------------------------------------------------------------------
 
@@ -368,7 +401,7 @@ class Dispatcher:
             return
 
         self.rate_limited = None
-        # First, for the limit follows what it measures.
+        # `measure` comes first, because the limit depends on its results.
         self.admission.measure(self._engines.policy.version, self._clock())
 
         limit = self.limit
@@ -389,8 +422,9 @@ class Dispatcher:
         while self.room() > 0:
             env, example_id = self._next_group()
             groups = self._choose(self._opened, env, example_id)
-            # The next group's id.
+            # `_opened` is also the id of the next group.
             self._opened += 1
+
             for group in groups:
                 if self.admission.is_near(group, self._standing):
                     self._open_in_time(group)
@@ -408,6 +442,7 @@ class Dispatcher:
         # Where rollouts are handed on alone, each member is a ticket of its own.
         parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
         groups = []
+
         for part in parts:
             group = OpenGroup(
                 env_name=env.name,
@@ -471,7 +506,7 @@ class Dispatcher:
 
         # A stopped member was subtracted when it was stopped.
         self._inflight -= not is_stopped
-        # Also if it was stopped: it has ended by itself before its cancellation came through.
+        # A stopped member counts too: it ended before its cancellation took effect.
         self.counts["failed" if rollouts is None else "finished"] += 1
         self.admission.pace.count(self._inflight, self._clock())
         if is_stopped:
@@ -479,6 +514,7 @@ class Dispatcher:
 
         group.members[index] = rollouts
         del group.tasks[index]
+
         if group.env.limits:
             try:
                 self._judge(group, group.env.limits)
@@ -511,7 +547,7 @@ class Dispatcher:
         while group.num_judged < len(group.requested) and group.num_judged in group.members:
             group.num_judged += 1
             wanted = self._wanted(group)
-            # Those that were judged stay, since the plugin has decided by them.
+            # Members that were judged stay, because the plugin's decision rests on them.
             self._resize(group, min(max(wanted, group.num_judged), limits.size))
 
     def _resize(self, group: OpenGroup, size: int) -> None:
@@ -530,7 +566,7 @@ class Dispatcher:
         for number in ended:
             del group.members[number]
 
-        # By its absence from `tasks`, `_member` knows that it is not waited for any more.
+        # `_member` recognizes a stopped member by its absence from `tasks`.
         stopped = [number for number in group.tasks if number >= size]
         tasks = {group.tasks.pop(number): group.env.name for number in stopped}
         for task in tasks:

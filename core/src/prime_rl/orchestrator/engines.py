@@ -96,7 +96,7 @@ class EngineKeeper(Observer):
         self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
 
         await self.engines.policy.wait_for(step - 1)
-        # What still needs these weights, such as an evaluation, needs awake engines.
+        # Observers finish their work on the present weights while the engines are awake.
         for observer in self._installed:
             await observer.version_pending(step)
         await self.engines.fleet.sleep()

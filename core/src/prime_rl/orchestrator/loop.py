@@ -91,6 +91,7 @@ class Orchestrator:
                 except StopRequested:
                     stopped = True
                     log.info("stopped: step %d is the last", self._last)
+
                     for observer in self.observers if self._ends_early else ():
                         await observer.stopping(self._last)  # before groups in flight are cancelled
 
@@ -101,8 +102,9 @@ class Orchestrator:
             # `Sampling.run` has a task group too, so groups nest. The first error is the cause.
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
+
             if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
-                # The reporter comes last, for it logs what the other observers have counted.
+                # The reporter comes last, because it logs what the other observers have counted.
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
             raise error from None
@@ -131,6 +133,7 @@ class Orchestrator:
 
         self.context.status.report("finishing", waiting_for=f"trainer (weights of step {last})")
         await self.weights.policy.wait_for(last)  # weights
+
         for observer in self.observers:
             await self._unless_stopped(observer.after_training())
 
@@ -141,7 +144,7 @@ class Orchestrator:
 
         frames = self.packer.pack(batch)
 
-        # Colocated engines sleep from here on: the trainer needs their GPUs for this batch.
+        # Colocated engines go to sleep here: the trainer needs their GPUs for this batch.
         for observer in self.observers:
             await observer.batch_leaves(batch.step)
 
@@ -156,9 +159,10 @@ class Orchestrator:
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. Raises ``StopRequested`` if the user ends the run first."""
         task = asyncio.ensure_future(until_cancelled(work))
+
         try:
             await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
-            # Work that is done in the same moment keeps its result.
+            # If both are done at the same moment, the result of the work counts.
             if task.done():
                 return task.result()
 

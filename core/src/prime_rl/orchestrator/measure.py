@@ -65,6 +65,7 @@ class Measurement(Observer):
         request = RolloutRequest(
             group_id=example,
             example_id=example,
+            # No engine takes part, so no version counts.
             policy_version=0,
             member=0,
             seed=self.context.config.seed,

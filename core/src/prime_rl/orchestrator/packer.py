@@ -92,7 +92,7 @@ def batch_to_pack(
         names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
-        # Pieces of a group share a bundle, so the widest scope of its losses counts for all.
+        # The widest scope of its losses counts for the whole group: it is bundled in one way.
         scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
 
@@ -214,9 +214,10 @@ def pack_ranks(
                 f"row holds {capacity}. Raise trainer.micro_batch_tokens, or lower seq_len."
             )
 
-    # Also for several ranks: the number of these rows is how many they share.
+    # Several ranks need these rows too: their number is what the ranks share.
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
+
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
@@ -244,6 +245,7 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     streams = {name: column for name in further if (column := joined(name)) is not None}
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+
     if ROUTES in packing.needs:
         routes = concatenate(((len(s), s.routed_experts) for s in samples), ROUTES)
         if routes is not None:
@@ -355,7 +357,7 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
-        # Remembered beyond this batch, for the two envs may not meet in one.
+        # `_rows` outlives the batch, because the two envs may never meet in one batch.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():
@@ -415,7 +417,7 @@ def batch_frames(
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for number, part in enumerate(parts):
         minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
-        # Rows of one env each, for an optimizer that weighs the gradients of envs.
+        # An optimizer that weighs envs needs rows of a single env.
         for each in _by_env(minibatch) if one_env_per_row else [minibatch]:
             packed = pack_ranks(
                 each, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -423,7 +425,7 @@ def batch_frames(
             for rank, rows in zip(ranks, packed, strict=True):
                 rank += [replace(row, minibatch=number) for row in rows]
 
-    # In rows that are marked: the trainer computes their loss after the step.
+    # Measured samples get rows of their own: the trainer computes their loss after the step.
     if measured is not None:
         packed = pack_ranks(
             measured, capacity, num_ranks=num_ranks, attention_flops=attention_flops
@@ -444,7 +446,7 @@ def _by_env(packing: BatchToPack) -> list[BatchToPack]:
         mine = pieces.setdefault(env, [])
         first = len(mine)
         mine += [packing.pieces[index] for index in bundle]
-        # Indices count from 0 in the pieces of each env.
+        # Each env has its own list of pieces, so the indices of its bundles start at 0.
         bundles.setdefault(env, []).append([*range(first, len(mine))])
 
     return [replace(packing, pieces=pieces[env], bundles=bundles[env]) for env in sorted(pieces)]

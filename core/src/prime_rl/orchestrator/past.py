@@ -59,7 +59,7 @@ class PastPolicies(Observer):
         self._claims = Counter[int]()
         """Who uses a version or waits for it: it is not removed."""
 
-        # Versions after the checkpoint that the run resumes: it makes them again.
+        # A resumed run makes the versions after its checkpoint again.
         for version in self.versions:
             if version > step:
                 shutil.rmtree(self._folder / f"step_{version}", ignore_errors=True)
@@ -110,7 +110,7 @@ class PastPolicies(Observer):
 
     def _keep(self, version: int) -> None:
         """Raises ``OSError``."""
-        # Under another name until it is whole, for `versions` may be read at any time.
+        # `versions` may be read at any time, so the folder gets its name when it is complete.
         partial = self._folder / f".step_{version}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self._broadcasts / f"step_{version}", partial, copy_function=link_or_copy)

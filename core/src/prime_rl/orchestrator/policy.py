@@ -91,7 +91,7 @@ class WeightWatcher:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
         files. No engine loads it, so a version in memory is requested as files. Raises ``RunError``
         if none comes for ``within`` seconds in which the trainer does nothing."""
-        newest = -1
+        newest = -1  # none was seen
         deadline = time.monotonic() + within
         while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
             if held:
@@ -133,7 +133,7 @@ class WeightWatcher:
         # The trainer writes a step's metrics before it announces the version that the step made.
         self._read_steps()
 
-        # They may hold the version back until the present one is no longer needed.
+        # Observers may hold the version back until the present one is no longer needed.
         for observer in self._observers:
             await observer.version_pending(version)
 
@@ -147,6 +147,7 @@ class WeightWatcher:
 
         self._num_updates += 1
         await self.policy.advance(version)
+
         for observer in self._observers:
             observer.version_served(version)
 

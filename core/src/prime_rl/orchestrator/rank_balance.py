@@ -36,10 +36,12 @@ def plan_ranks(
 
     plans = [] if even is None else [even]
     total_rows = num_rows * num_ranks
+    # `loose` spreads the samples over the rows of all ranks at once.
     loose = spread(range(len(lengths)), costs, lengths=lengths, room=[capacity] * total_rows)
     if loose is not None:
         plans.append(_deal(loose, costs, num_ranks))
 
+    # `padded` is the fewest rows, filled up with empty ones so that each rank gets equally many.
     num_empty = total_rows - len(tight)
     padded = [*tight, *([] for _ in range(num_empty))]
     plans.append(_deal(padded, costs, num_ranks))
@@ -80,7 +82,7 @@ def _deal(rows: Rows, costs: Floats, num_ranks: int) -> list[Rows]:
     order = sorted(range(len(rows)), key=lambda row: -work[row])
     ranks: list[Rows] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
-    # Neighbors in the order cost about the same: ranks compute them at the same time.
+    # Ranks compute the rows of one round together, so a round takes rows of similar cost.
     for start in range(0, len(rows), num_ranks):
         least_first = sorted(range(num_ranks), key=totals.__getitem__)
         for rank, row in zip(least_first, order[start : start + num_ranks], strict=True):

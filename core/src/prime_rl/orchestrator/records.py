@@ -93,6 +93,7 @@ def _record(
         }
         for sample in rollout.samples
     ]
+
     plain = {name: getattr(rollout, name) for name in FIELDS}
     record = plain | {"samples": samples, "dropped_by": dropped_by}
     if objections:
@@ -103,7 +104,7 @@ def _record(
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
     samples = []
     for sample in row["samples"]:
-        # Views of the file's bytes, so they are read-only.
+        # The columns are views of the file's bytes, so they are read-only.
         columns = {
             name: np.frombuffer(data, dtype).reshape(-1, *more)
             for name, (dtype, data, *more) in sample["columns"].items()
@@ -114,6 +115,7 @@ def _stored(row: Mapping[str, Any]) -> StoredRollout:
         name: msgspec.convert(row[name], TYPES[name]) for name in FIELDS if name in row
     }
     rollout = Rollout(**{"frozen": True} | plain, samples=samples)
+
     return StoredRollout(
         rollout,
         dropped_by=msgspec.convert(row["dropped_by"], str | None),

@@ -67,7 +67,7 @@ class Reporter(Observer):
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
 
-        # After the monitors: their time is no part of a step.
+        # The clock restarts here, so a step does not include the monitors' time.
         self._last = time.perf_counter()
         return metrics
 

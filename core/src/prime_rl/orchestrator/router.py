@@ -67,5 +67,5 @@ class EngineRouter:
             return await self.pool.ask(key, work)
         except GivenUp as error:
             lost = RolloutResult(ok=False, error_type=PROVIDER_ERROR, error=str(error))
-            # What the episode said is more exact than that all engines failed.
+            # The last episode's own error is more exact than the pool's.
             return last or [lost]

@@ -107,7 +107,7 @@ class Sampling(Observer):
                     if self.dispatcher.arrivals.empty():
                         self.report()
 
-                    # As the wait begins: its seconds are counted under this name.
+                    # The cause is read before the wait: its seconds count under this name.
                     awaited = self.waits_for
                     started = time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
@@ -126,6 +126,7 @@ class Sampling(Observer):
         rollouts = members(group.survivors)
         if group.num_failed:
             self.buffer.note_failed(group.num_failed, env.name)
+
         if group.num_cut_off:
             # A group is cut short by its algorithm, which has seen enough, or by `partial_groups`.
             outcome = "stopped" if env.limits else "cancelled"
@@ -158,7 +159,7 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
             env.source.settled(rollouts, rejected)
 
-        # After `add`: groups open by what the buffer holds, so this one has to be in it.
+        # `taken` may open groups, so the buffer must count this one before.
         self.dispatcher.taken(group)
 
     async def score_batch(self) -> None:
@@ -174,7 +175,7 @@ class Sampling(Observer):
             if waiting[env.name]:
                 self._shared_state.check(env.name, "score_batch", {"groups": waiting[env.name]})
 
-        # Stamping comes last, for `score_envs` may still write the streams.
+        # Stamping comes last, because `score_envs` may still write the streams.
         for envs in self._sharing:
             first = envs[0]
             scored = {env.name: waiting[env.name] for env in envs}
@@ -211,7 +212,7 @@ class Sampling(Observer):
         )
 
         try:
-            # Cut before it is scored: an algorithm may put its credit at the last token.
+            # Rollouts are cut before scoring: an algorithm may put its credit on the last token.
             rollouts = self._cut(group.env, await group.env.source.produce(request))
             for rollout in rollouts if group.env.limits else ():
                 rollout.policy_version = group.policy_version
@@ -227,6 +228,7 @@ class Sampling(Observer):
                 kind,
                 result.error,
             )
+
             self.buffer.note_failure(f"{kind}: {result.error}")
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
@@ -244,7 +246,7 @@ class Sampling(Observer):
         """How many members an open group shall have, by those that it has judged so far."""
         env = group.env
         assert env.limits is not None
-        # In the order of the members, for how long a reply takes must not change the answer.
+        # The plugin sees the first members by number: how long a reply takes must not matter.
         first = range(group.num_judged)
         progress = GroupProgress(
             env=env.name,
@@ -393,6 +395,7 @@ async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
     largest = env.limits.size if env.limits else env.group_size
     plan.group_size = largest
     await env.hooks.prepare_rollout(plan)
+
     if (plan.group_size or 1) > largest:
         key = "max_group_size" if env.limits else "group_size"
         most = f"at most the {largest} of env {env.name!r}; raise {key} in the config"

@@ -48,7 +48,7 @@ FACTS = ("reward", "rewards", "metrics", "info")
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     _check_reward(rollout, "Fix the environment's reward function.")
-    # First, for plugins compare rewards: rounding would make equal ones differ.
+    # Rewards are settled before plugins compare them: rounding would make equal ones differ.
     rollout.settle()
     # Plugins may change these. A saved rollout is scored again by what they were before.
     rollout.given = _facts(rollout)
@@ -68,7 +68,7 @@ def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
     rollouts = [*rollouts]
     for rollout in rollouts:
         rollout.open = True
-        # No other thread may write, unless a hook waits for it
+        # No other thread may write, unless a hook waits for it.
         rollout.opened_by = threading.get_ident()
 
     try:
@@ -80,7 +80,7 @@ def open_for_credit(rollouts: Iterable[Rollout]) -> Iterator[None]:
 
 def _facts(rollout: Rollout) -> dict[str, Any]:
     facts = {name: getattr(rollout, name) for name in FACTS}
-    # Copies of the dicts, for plugins change them in place.
+    # The dicts are copied, because plugins change them in place.
     return {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
 
 
@@ -179,7 +179,7 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
         for sample in rollout.samples:
             _route(rollout, sample, action_loss)
 
-    # First, for the checks below compute with the columns.
+    # The columns are checked first, because the checks below compute with them.
     _check_columns(rollout)
     trained = _check_complete(rollout, losses or installed_losses())
     # If the action loss reads advantages, they drive it, and not rl.
@@ -261,7 +261,7 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
         if members(sample, name).any()
     ]
 
-    # For its error: no installed plugin has this component.
+    # The lookup raises if no installed plugin has this component.
     for _, name in trained:
         try:
             losses[name]
@@ -278,10 +278,11 @@ def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent,
 
     for sample, name in trained:
         component = losses[name]
-        # The loss itself, and each head whose output it reads.
+        # A stream may be required by the loss itself, or by a head whose output it reads.
         reads = dict.fromkeys(component.required, "which")
         for head in component.read_heads:
             reads |= dict.fromkeys(head_required(head), f"whose head {head.name!r}")
+
         for required in reads.keys() - written.keys():
             if stream(sample, required) is None:
                 raise StreamError(

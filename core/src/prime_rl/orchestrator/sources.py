@@ -46,6 +46,7 @@ class RolloutRequest(SourceRequest):
 
 def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
     """The whole distribution at one temperature: what the trainer can reproduce."""
+    # A plan has further fields, which are no settings of sampling.
     checked = SamplingConfig(**sampling.model_dump(include={*SamplingConfig.model_fields}))
     return SamplingSettings(**dict(checked), top_p=1.0, top_k=-1, min_p=0.0)
 
@@ -117,14 +118,14 @@ class Sampled(RolloutSource):
         if ask.prepare is not None:
             await ask.prepare(plan)
 
-        # `prepare_rollout` may have lowered the size of the group: it goes without this member.
+        # `prepare_rollout` may have lowered the group size, so that this member is left out.
         if ask.member >= (plan.group_size or ask.member + 1):
             return []
 
         if self._past is None:
             results = await self._episode(ask, plan)
         else:
-            # By the group's version, so that all members meet the same opponent.
+            # The draw depends on the group's version, so all members meet the same opponent.
             if plan.past is None:
                 plan.past = self._past.draw(ask.policy_version)
             async with self._past.at(plan.past):
@@ -178,11 +179,13 @@ class Sampled(RolloutSource):
             policy_version=ask.policy_version,
             temperature=plan.temperature,
         )
+
         rollout.episode_id = ask.member
         rollout.source = self.label
 
         if self._past is not None:
             rollout.info["past_version"] = plan.past
+        # An agent may have a task of its own.
         rollout.task = result.task_fields or dict(self.task(ask.example_id))
         return rollout
 
@@ -236,7 +239,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
 
-        # Without its branches, whose tokens another tokenizer may have made.
+        # The branches are left out, because the samples come from the messages.
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:

@@ -55,6 +55,7 @@ class Completion:
                 "Generate it at the temperature of the rollouts."
             )
 
+        # The C sampled tokens come behind P of the prompt, which have no logprob and no version.
         before = len(self.prompt_ids)
         versions = self.policy_versions
         return Sample(

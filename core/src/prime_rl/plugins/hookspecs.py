@@ -231,10 +231,11 @@ async def score_batch(groups: Sequence[Group]) -> None:
 async def score_envs(batches: Mapping[str, Sequence[Group]]) -> None:
     """Score a batch over several envs: one mean and deviation for all of them, for example.
 
-    Runs once per batch for all envs whose algorithms are of one class with equal settings, after
-    ``score_batch`` of each, in the scope of the first of them in the config: its algorithm keeps
-    what it remembers for all. ``batches``: one for each env, in the order of the config, what
-    ``score_batch`` of that env got; an env without a rollout in the batch is missing.
+    Envs share a call if their algorithms are of one class with equal settings. Each such set is
+    called once per batch, after ``score_batch`` of each of its envs. The first of them in the
+    config is called, and its algorithm keeps the state of the set. ``batches``: one for each env,
+    in the order of the config, what ``score_batch`` of that env got; an env without a rollout in
+    the batch is missing.
 
     Implement it in an algorithm. In the package of an env it would also see the rollouts of the
     other envs.
@@ -246,8 +247,9 @@ async def score_envs(batches: Mapping[str, Sequence[Group]]) -> None:
 
 @hookspec
 def filter_rollout(rollout: Rollout, group: Group) -> str | None:
-    """The reason to drop the rollout, or None to keep it. ``group``: it and its siblings that were
-    scored with it, dropped or not; after a resume, those that the checkpoint has.
+    """The reason to drop the rollout, or None to keep it. ``group``: the rollout and the siblings
+    that were scored with it, dropped ones too; after a resume, those that have trained before are
+    missing. A filter that takes ``group`` makes all envs wait for siblings.
 
     Every filter is called, also after an objection, so that each rate can be logged.
     """

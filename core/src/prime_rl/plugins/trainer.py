@@ -282,8 +282,9 @@ class TrainerObserver(RunObserver):
         return {}
 
     def bad_step(self, step: int, micro_batches: Sequence[Any]) -> str:
-        """The optimizer step of these micro batches, a minibatch, is skipped: its loss or gradient
-        is not finite. Returns sentences for the log, the same on every rank."""
+        """An optimizer step is skipped, because its loss or gradient is not finite.
+        ``micro_batches``: this rank's rows of that minibatch, to which heads may have added
+        streams. Returns sentences for the log, the same on every rank."""
         return ""
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,6 +34,7 @@ class RunView(Offer):
         for name, report in self.reports():
             waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
             news = f"{report.state}{waits}"
+            # Only changes are printed: `refresh` is called several times per second.
             if self._printed.get(name) != news:
                 self._printed[name] = news
                 self.print(f"{name}: {news}")

@@ -102,6 +102,7 @@ class Call:
             if name == "batches":
                 return f"envs {', '.join(map(repr, value))}"
 
+            # The argument is a list of groups, a group or a rollout: its first rollout tells where.
             while isinstance(value, list | tuple) and value:
                 value = value[0]
             if hasattr(value, "group_id"):
@@ -224,6 +225,7 @@ def _number(number: Any, least: float = -math.inf) -> Any:
 def take_logged() -> list[tuple[str, Any, Any]]:
     """What was logged since the last call."""
     logged = _running.get()[1]
+    # A thread of a plugin may append meanwhile: the loop takes what is there now.
     return [logged.popleft() for _ in range(len(logged))]
 
 
@@ -234,10 +236,12 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
 
     pairs = defaultdict(list)
     means = {}
+
     for name, value, weight in logged:
         if weight < 0:
             raise PluginError(f"{name}: a weight is {float(weight)}, expected at least 0")
 
+        # 0 times a value that is not finite would make the mean NaN.
         if weight:
             pairs[name].append((float(value), float(weight)))
 
@@ -263,10 +267,12 @@ def running(
     token = _running.set((plugin, _running.get()[1] if logged is None else logged))
     call = Call(plugin, hook, owner=owner, arguments=arguments)
     caller = CALLER.set(call) if hook else None
+
     try:
         if hook:
             RUNNING[id(call)] = call
         yield
+        # These checks run only if the hook returned: an error of its own tells more.
         if call.dropped:
             raise PluginError(
                 f"the coroutine {call.dropped[0]}() was never awaited, so its body has not run. "
@@ -308,6 +314,7 @@ def running(
         blame(refused, call)
         raise refused.with_traceback(error.__traceback__) from error
     finally:
+        # Tasks and threads that the hook left behind must not write credit from here on.
         call.ended = True
         RUNNING.pop(id(call), None)
         _running.reset(token)
@@ -369,7 +376,9 @@ def watching_coroutines() -> Iterator[None]:
         frame = coroutine.cr_frame
         module = str(frame.f_globals.get("__name__", "")) if frame else ""
         name = coroutine.__qualname__
+
         call = CALLER.get()
+        # A coroutine dropped inside its own hook fails that call. Any other ends the run.
         if call is not None and not call.ended and call.package == module.partition(".")[0]:
             call.dropped.append(name)
         elif (entry := _entry_of(module)) is not None:
@@ -380,9 +389,11 @@ def watching_coroutines() -> Iterator[None]:
             before(unraisable)
 
     with warnings.catch_warnings():
+        # A warning that is an error reaches `unraisablehook`, which also gets the coroutine.
         message = "coroutine .* was never awaited"
         warnings.filterwarnings("error", message=message, category=RuntimeWarning)
         sys.unraisablehook = look
+
         try:
             yield
         finally:
@@ -457,6 +468,7 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         try:
             wrapper.throw(error)
         except StopIteration:
+            # StopIteration: the wrapper caught the error and returned.
             if not isinstance(error, Exception):  # a cancelled run
                 raise error from None
 

@@ -76,6 +76,7 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
     descriptors."""
     classes = plugin.__mro__ if isinstance(plugin, type) else type(plugin).__mro__
     members: dict[str, Any] = {}
+    # Base classes come first, so that an override replaces its original.
     for each in reversed(classes):
         if each is not object:  # its methods are no hooks
             members.update(vars(each))
@@ -95,11 +96,14 @@ def _warn_of_deprecated(
     """Its reader is the user of the plugin ``where``, not its author."""
     bases = plugin.__mro__ if isinstance(plugin, type) else ()
     used = [f"{each.__name__}.{name}" for each in bases if vars(each).get(name) is not function]
+
     if hasattr(function, _MARK):
         used = [name, *(f"{name}.{taken}" for taken in inspect.signature(function).parameters)]
+
     for key in used:
         if key in DEPRECATED:
             instead, gone_in = DEPRECATED[key]
+            # The warning shows the plugin's file and line, not ours.
             code = inspect.unwrap(function).__code__
             text = (
                 f"plugin {where}: {key!r} goes with contract version {gone_in}; use {instead}. "
@@ -131,6 +135,7 @@ def _check_version(plugin: object, where: str) -> None:
             )
 
     asked = getattr(plugin, "prime_rl_contract", CONTRACT_VERSION)
+    # `isinstance` would accept True, which is an int.
     if type(asked) is not int:
         raise PluginError(
             f"plugin {where}: prime_rl_contract is {asked!r}, expected a whole number: the "
@@ -204,6 +209,7 @@ def _check_generator(name: str, function: Callable[..., Any], where: str) -> Non
         )
 
     generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    # Core iterates over the result of a `register_...` hook, so that may be a generator.
     if generates and not options["wrapper"] and not name.startswith("register_"):
         raise PluginError(
             f"plugin {where}: {name!r} has a 'yield', so its body would never run. A wrapper needs "

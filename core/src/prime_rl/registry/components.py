@@ -96,6 +96,7 @@ class Component:
         """The streams that its members must have."""
         names = [name for name in self.cls.reads if isinstance(name, str)]
         names = [name for name in names if name not in self.computed]
+        # `top_logprobs` are those of the tokens in this stream.
         return [TOP_IDS, *names] if "top_logprobs" in self.computed else names
 
     @cached_property
@@ -118,8 +119,10 @@ class Component:
     def needs(self) -> frozenset[str]:
         """The computed columns that it, its heads, its scope or its divisor take."""
         units = {self.unit, f"{self.scope}s", f"{self.whole}s"} & {"rollouts", "groups"}
+        # `HeadInputs.rollouts` tells the rollouts of a group apart.
         if any(head.scope == "group" for head in self.read_heads):
             units.add("rollouts")
+        # The column of "rollouts" is `rollout_ids`, that of "groups" `group_ids`.
         return self.computed | {f"{unit[:-1]}_ids" for unit in units}
 
 
@@ -145,6 +148,7 @@ class Components:
             head = chosen(settings_of(chosen, HEAD, settings=table.settings, where=where))
             heads[name] = head
             _check_head(head, table, where)
+
             for each in (head.name, *head.writes):
                 if not can_be_stream(each) or (each == head.name and each in STREAMS):
                     raise PluginError(
@@ -162,6 +166,7 @@ class Components:
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""
         tables = {**self.tables, "rl": table or LossTable()}
+        # Losses that were made before are made again: they follow some keys of the rl table.
         losses = Components(tables, self.installed, self.heads)
         component = losses._component("rl", type(loss), settings=loss.config)
         losses.made["rl"] = replace(component, instance=loss)
@@ -173,6 +178,7 @@ class Components:
             is_rl = name == "rl"
             table = self.tables.get(name, LossTable())
             where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
+
             type_name = getattr(table, "type", "") if is_rl else name
             chosen = select(LOSS, type_name, offers=self.installed, where=where)
             settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
@@ -193,14 +199,17 @@ class Components:
         normalize_by = table.normalize_by
         if normalize_by is None and run.normalize_by == "env":
             normalize_by = "env"
+
         per_env = table.per_env
         if per_env is None:
             per_env = "env" in (normalize_by, run.normalize_by) or bool(run.per_env)
+
         unit: Unit = cls.normalize_by
         if normalize_by is not None and normalize_by != "env":
             unit = normalize_by
 
         where = "trainer.loss" if name == "rl" else f"trainer.losses.{name}"
+        # A sum over tokens may be divided by any unit, any other sum only by its own.
         if unit not in ("constant", cls.normalize_by) and cls.normalize_by != "tokens":
             raise ConfigError(
                 f"{where}.normalize_by is {unit!r}, and the loss {cls.name!r} is a sum over "
@@ -264,6 +273,7 @@ def _check_head(head: Head, table: HeadTable, where: str) -> None:
             f"head {head.name!r} gives logprobs: they are one number a token, and there is none "
             "behind the last. Leave gives_vectors and reads_ends out."
         )
+
     if head.gives_logprobs and not table.own_model:
         raise ConfigError(
             f"{where}: the head {head.name!r} gives log-probabilities of a model of its own. Set "
@@ -277,6 +287,7 @@ def _check_declared(cls: type[Loss]) -> None:
     bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
     bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
     problem = ""
+
     if isinstance(cls.reads, str) or bad:
         problem = (
             f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
@@ -297,15 +308,18 @@ def installed_losses() -> Components:
     """Every installed loss and head with default settings; rl is any loss of contract 1."""
     hooks = load_plugins(TRAINER_GROUP)
     heads = {
+        # No validation: a required setting has no value here.
         name: each.cls(each.cls.config_class.model_construct())
         for name, each in collect(hooks, HEAD).items()
     }
     installed = collect(hooks, LOSS)
+    # A loss that is divided by a constant is refused without one. Its value does not matter here.
     tables = {
         name: LossTable(constant=1.0)
         for name, each in installed.items()
         if each.cls.normalize_by == "constant"
     }
+
     losses = Components(tables | {"rl": LossTable()}, installed, heads)
     losses.made["rl"] = Component("rl", Loss)
     return losses

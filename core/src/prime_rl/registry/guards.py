@@ -42,6 +42,7 @@ class Guard:
     """The rollouts of one call of a scoring hook."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        # The lists are copied, because a hook may remove samples from them.
         self._before = [(rollout, [*rollout.samples]) for rollout in rollouts]
 
     def check(self) -> None:
@@ -78,6 +79,7 @@ class Guard:
     def _check_samples(self, rollout: Rollout, before: Sequence[Any]) -> None:
         mine = id(rollout)
         seen = set()
+
         for index, sample in enumerate(rollout.samples):
             if sample.owner not in (None, mine) or id(sample) in seen:
                 other = "twice" if id(sample) in seen else "and in another rollout"
@@ -88,7 +90,7 @@ class Guard:
                 )
 
             seen.add(id(sample))
-            sample.owner = mine
+            sample.owner = mine  # another rollout with this sample is seen, also in a later call
 
         gone = [index for index, sample in enumerate(before) if id(sample) not in seen]
         if gone:

@@ -96,6 +96,7 @@ def _folder(spec: ModuleSpec) -> Path:
 @cache
 def _in_children(module: str, here: str, path: str) -> bool:
     """Whether the processes of a run find it."""
+    # `here` and `path` are for the cache: the answer depends on both.
     code = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
     done = subprocess.run([sys.executable, "-P", "-c", code, module], capture_output=True)
     return done.returncode == 0
@@ -137,11 +138,14 @@ def _import(path: str, module: str) -> Any:
         )
 
     sys.path.append(here)  # last: its files must not replace installed modules
+    # The file may be newer than what Python remembers of its folder.
     importlib.invalidate_caches()
+
     try:
         return importlib.import_module(module)
     except Exception as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        # The missing module is this one or a parent package, not something that it imports.
         if absent is not None and f"{module}.".startswith(f"{absent}."):
             raise ConfigError(
                 f"import_path {path!r}: there is no module {absent!r}, neither installed nor in "
@@ -154,6 +158,7 @@ def _import(path: str, module: str) -> Any:
             f"{type(error).__name__}: {str(error).removesuffix('.')}. Fix it."
         ) from error
     finally:
+        # The last entry is removed: the folder may have been on the path before.
         del sys.path[-1 - sys.path[::-1].index(here)]
 
 

@@ -77,15 +77,17 @@ class Hooks(pluggy.PluginManager):
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
         """Add a plugin. Raises ``PluginError`` for what pluggy would accept and never call."""
-        self.offers.clear()
+        self.offers.clear()  # this plugin may bring a class of any kind
         label = name or self.get_canonical_name(plugin)
         where = str(self.sources.get(label, repr(label)))
         check_plugin(plugin, where, self.group)
+
         try:
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
 
+        # pluggy calls the sync hooks, so each function counts itself as the plugin's code.
         for caller in self.get_hookcallers(plugin) or ():
             if caller.name not in ASYNC_HOOKS and not caller.name.startswith("register_"):
                 (impl,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
@@ -120,6 +122,7 @@ class Hooks(pluggy.PluginManager):
         number of members."""
         answers = self.hook.wanted_members(progress=progress)
         most = progress.max_group_size
+
         for answer in answers:
             if type(answer) is not int or not 0 < answer <= most:
                 names = ", ".join(self.implementers("wanted_members", without=None))
@@ -188,8 +191,10 @@ class Hooks(pluggy.PluginManager):
         """A batch leaves for the trainer. Raises ``PluginError`` if a hook has changed it."""
         before = [sample.columns for sample in samples]
         self.hook.batch_packed(step=step, samples=samples)
+
         for sample, columns in zip(samples, before, strict=True):
             now = sample.columns
+            # The arrays are frozen, so what has changed is another array.
             changed = [n for n in {**columns, **now} if now.get(n) is not columns.get(n)]
             if changed:
                 names = ", ".join(i.plugin_name for i in self.hook.batch_packed.get_hookimpls())
@@ -219,11 +224,14 @@ async def _call_async(
     implementation and 5 with one; a rollout has two calls, and its group one."""
     guard = Guard(rollouts)
     with ExitStack() as wrappers:
+        # pluggy lists implementations in reverse order of the calls.
         for impl in reversed(hook.get_hookimpls()):
             values = [arguments[name] for name in impl.argnames]
             function: Callable[..., Any] = impl.function
             call = running(_name(impl), hook=hook.name, owner=impl.plugin, arguments=arguments)
+
             if impl.wrapper:
+                # The exits run in reverse: the wrapper, the check, the blame for an error.
                 wrappers.enter_context(call)
                 wrappers.enter_context(guard.checked())
                 wrappers.enter_context(contextmanager(passing_on)(function(*values)))
@@ -324,6 +332,7 @@ def disabled_names() -> list[str]:
 
 def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
+    # The source is stored first, because errors of `register` name it.
     hooks.sources[entry.name] = source
     try:
         plugin = entry.load()
@@ -388,8 +397,9 @@ def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
     hooks = Hooks(shared.group, label)
     hooks.sources |= shared.sources
     for name, plugin in shared.list_name_plugin():
-        if plugin is not None:
+        if plugin is not None:  # pluggy lists a blocked name with None
             hooks.register(plugin, name)
+
     for plugin in own:
         hooks.register(plugin, f"{label}:{getattr(plugin, 'name', type(plugin).__name__)}")
     return hooks

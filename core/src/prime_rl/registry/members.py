@@ -26,6 +26,7 @@ def problem_of(cls: type[Any], base: Any, hooks: Iterable[str]) -> str:
     problems = (
         *_misspelt(cls, base, hooks=hooks),
         *_not_async(cls, base),
+        *_not_callable(cls, base, hooks=hooks),
         *_no_names(cls, base),
         *_not_declared(cls, base),
     )
@@ -91,6 +92,40 @@ def _not_async(cls: type[Any], base: Any) -> Iterator[str]:
                 f"{cls.__qualname__}.{name} is a plain 'def' and core awaits it. Make it an "
                 f"'async def' without 'yield'."
             )
+
+
+def _not_callable(cls: type[Any], base: Any, hooks: Iterable[str]) -> Iterator[str]:
+    """Methods that cannot take what core calls them with. Hooks may name fewer arguments."""
+    for name in sorted(_methods(base) - {*hooks}):
+        if inspect.getattr_static(cls, name) is inspect.getattr_static(base, name):
+            continue
+        called = _parameters(base, name)
+        taken = _parameters(cls, name)
+        if called is None or taken is None:
+            continue
+
+        needed = [each for each in called.parameters.values() if each.default is each.empty]
+        named = {each.name: None for each in needed if each.kind is each.KEYWORD_ONLY}
+        placed = [each for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD]
+        try:
+            taken.bind(*placed, **named)
+        except TypeError as error:
+            yield (
+                f"{cls.__qualname__}.{name} does not take what core calls it with ({error}). Write "
+                f"it as {_signature(base, name)}."
+            )
+
+
+def _parameters(cls: type[Any], name: str) -> inspect.Signature | None:
+    """Those of a method without ``self``; None: they are unknown."""
+    member = inspect.getattr_static(cls, name)
+    try:
+        signature = inspect.signature(getattr(cls, name))
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    is_bound = isinstance(member, classmethod | staticmethod)
+    return signature.replace(parameters=parameters if is_bound else parameters[1:])
 
 
 def _no_names(cls: type[Any], base: Any) -> Iterator[str]:
@@ -165,6 +200,7 @@ def _declared(base: Any) -> Mapping[str, tuple[Any, ...]]:
 def _own_members(cls: type[Any], base: Any) -> Iterator[tuple[str, Any]]:
     """Public members of the class and of its bases below ``base``."""
     for each in cls.__mro__:
+        # `base` itself and its bases are not the plugin's own.
         if issubclass(base, each):
             continue
         for name, member in vars(each).items():
@@ -200,6 +236,7 @@ def _required(base: Any) -> tuple[str, ...]:
         member = inspect.getattr_static(base, name)
         code = getattr(getattr(member, "fget", member), "__code__", None)
         is_public = not name.startswith("__") or name == "__call__"
+        # A method whose code only raises this error is declared, not implemented.
         if is_public and "NotImplementedError" in getattr(code, "co_names", ()):
             names.append(name)
     return tuple(names)

@@ -287,6 +287,7 @@ def unreached_observers(*managers: Hooks, partly: Collection[str] = ()) -> list[
         for kind in kinds
         for offered in collect(hooks, kind).values()
     }
+
     problems = []
     for hooks in managers:
         for kind in kinds:
@@ -452,6 +453,7 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
     offers = collect(hooks, TRAINER_OBSERVER)
     tunings = collect(hooks, TUNING)
     problems = []
+
     for name in sorted(tables.keys() - tunings.keys() - offers.keys()):
         close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
         # A misspelt key of core lands here too. Its value tells: it fits the key that was meant.
@@ -504,6 +506,7 @@ def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
     default = Offered[Kernel](_Plain, Origin("core", "prime-rl-core", ""))
     offers = {_Plain.name: default, **collect(hooks, KERNEL)}
     cls = select(KERNEL, config.attention, offers=offers, where="trainer.attention")
+
     fields = TrainerConfig.model_fields
     keys = (
         "fused_lm_head",
@@ -512,6 +515,7 @@ def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
         "keep_attention",
         "offload_activations",
     )
+
     values = {key: getattr(config, key) for key in keys}
     # A kernel need not know these keys. It refuses one only where the user has set it.
     changed = {key: value for key, value in values.items() if value != fields[key].default}
@@ -575,6 +579,7 @@ def construct(cls: type[AnyOffer], settings: PluginConfig, *more: Any) -> AnyOff
 def _check_made(made: Offer) -> None:
     """Raises ``PluginError`` for an attribute of an instance that nothing would read."""
     base = next(kind.base for kind in KINDS if isinstance(made, kind.base))
+    # Attributes that `__init__` sets can only be checked on an instance.
     problem = missing(type(made), base) or misspelt_attribute(made, base)
     if problem:
         error = PluginError(problem)

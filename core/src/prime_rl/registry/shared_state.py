@@ -64,12 +64,14 @@ class SharedState:
         self._algorithms = {
             env: [each] if isinstance(each, Offer) else [*each] for env, each in algorithms.items()
         }
+
         number = Counter(
             cls
             for several in self._algorithms.values()
             for each in several
             for cls in own_classes(each)
         )
+
         self._watched = {
             env: ClassState(
                 dict.fromkeys(
@@ -92,6 +94,7 @@ class SharedState:
             for other, several in self._algorithms.items()
             if other != env and any({*own_classes(each)} & watched for each in several)
         ]
+
         of = f"the envs {env!r} and {', '.join(others)}" if others else f"agents of the env {env!r}"
         mine = next(each for each in self._algorithms[env] if {*own_classes(each)} & watched)
         error = PluginError(
@@ -128,6 +131,7 @@ def _defaults(value: Any) -> list[Any]:
     function = inspect.unwrap(value) if callable(value) else None
     if not isinstance(function, FunctionType):
         return []
+
     by_name = function.__kwdefaults__ or {}
     return [_content(each) for each in (*(function.__defaults__ or ()), *by_name.values())]
 

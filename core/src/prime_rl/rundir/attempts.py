@@ -65,6 +65,7 @@ def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
 
     killed = []
     wanted = run_dir.resolve()
+
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             is_left = process.pid != os.getpid() and _is_of(process, wanted, kept)
@@ -82,6 +83,7 @@ def _is_of(process: psutil.Process, run_dir: Path, kept: Collection[str]) -> boo
 
     if process.cmdline()[-2:] == [ORCHESTRATOR, str(run_dir)]:
         return "orchestrator" not in kept
+
     try:
         run_of_process = identity(process.environ())
     except psutil.AccessDenied:  # another user's, or hidden

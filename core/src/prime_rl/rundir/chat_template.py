@@ -38,6 +38,7 @@ def put_chat_template(run_dir: Path, folder: Path) -> None:
     chosen = read_chat_template(run_dir)
     if chosen is None or chosen.text is None:
         return
+
     (folder / "chat_template.jinja").write_text(chosen.text, "utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)  # a processor's template
     path = folder / "tokenizer_config.json"

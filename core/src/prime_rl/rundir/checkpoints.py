@@ -170,8 +170,10 @@ def durable(run_dir: Path) -> str:
     saved = max(whole_steps(run_dir), default=0)
     repeated = would_repeat(run_dir)
     newest = f"newest checkpoint: step {saved}" if saved else "no checkpoint yet"
+
     if not repeated:
         return newest
+
     steps = f"steps {repeated[0]} to {repeated[-1]}"
     if len(repeated) == 1:
         steps = f"step {repeated[0]}"
@@ -182,11 +184,16 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
     written = unfinished(run_dir, step)
     final = finished(run_dir, step)
+    # Files, then the mark, then the new name, each on the disk before the next: a power cut
+    # leaves a whole checkpoint or none.
     flush(*written.directory.rglob("*"))
+
     marker = written.directory / CHECKSUMS
     marker.write_bytes(msgspec.json.encode(digests(written.directory)))
     flush(marker, written.directory)
+
     check_current()
+    # A run that went back trains the step again, so its checkpoint may exist.
     if final.directory.exists():
         remove(final)
     written.directory.rename(final.directory)
@@ -245,6 +252,7 @@ def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
     partial = unfinished(run_dir, source.step)
     target = finished(run_dir, source.step)
     shutil.rmtree(partial.directory, ignore_errors=True)
+
     try:
         shutil.copytree(source.directory, partial.directory, copy_function=link_or_copy)
         flush(*partial.directory.rglob("*"), partial.directory)

@@ -85,6 +85,7 @@ def supervised(run_dir: Path) -> Iterator[None]:
     """Record this process as the supervisor during a run, and the outcome at the end."""
     record = Supervisor(os.getpid(), socket.gethostname(), start_of(os.getpid()))
     record.write(run_dir)
+
     state = FAILED
     try:
         yield
@@ -154,6 +155,7 @@ class Stop:
         report = read_status(self._run_dir / "status" / "orchestrator.json")
         if report is None or report.state != DONE or "last_step" not in report.detail:
             return None
+
         step = int(report.detail["last_step"])
         return Stopped(step, trained=step >= self._first_step)
 

@@ -96,10 +96,13 @@ def new_attempt(run_dir: Path) -> int:
     for folder in SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
+
+    # A rename replaces the link, so `latest` always names an attempt (`check_current`).
     link = run_dir / "logs" / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(f"attempt_{number + 1}")
     link.replace(run_dir / "logs" / "latest")
+
     for name in ("run", "launch"):
         old = run_dir / "configs" / f"{name}.json"
         if old.exists():
@@ -113,6 +116,7 @@ def held(run_dir: Path) -> Iterator[None]:
     """Lock the directory for one supervisor. Raises ``RunHeld`` if another one holds it."""
     with (run_dir / ".lock").open("a", encoding="utf-8") as file:
         try:
+            # The kernel releases the lock when the process ends, however it ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunHeld(
@@ -146,6 +150,7 @@ def _claim(run_dir: Path) -> bool:
         return True
     except FileExistsError:
         with suppress(FileNotFoundError):
+            # A file is removed once, so only one of several callers succeeds.
             (run_dir / DRY).unlink()
             return True
     return False

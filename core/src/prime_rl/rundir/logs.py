@@ -35,6 +35,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -46,6 +47,7 @@ def set_up_logging(level: str = "info", rank: int | None = None) -> None:
     logging.basicConfig(
         level=level.upper(), format=TEXT if rank is None else f"[rank {rank}] {TEXT}"
     )
+
     if os.environ.get(JSON_LOGS) == "1":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonLines(rank))

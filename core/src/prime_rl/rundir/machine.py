@@ -29,6 +29,7 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return list(_counted(os.environ.get("PATH", "")))
+
     names = [name.strip() for name in visible.split(",") if name.strip()]
     # CUDA stops at the first invalid entry: -1 hides all that follow.
     return names[: names.index("-1")] if "-1" in names else names
@@ -63,6 +64,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
     numbers = range(FIRST_PORT, last)
     with ExitStack() as stack:
+        # All sockets stay bound until the end, so no two get the same port.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):

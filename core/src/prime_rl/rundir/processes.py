@@ -25,8 +25,10 @@ def exit_with_parent() -> None:
     in a child. It also raises the limit of open files.
     """
     raise_file_limit()
+
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
     expected = os.environ.get(PARENT_PID)
     if expected and os.getppid() != int(expected):  # the parent died before the call above
         sys.exit(128 + signal.SIGTERM)

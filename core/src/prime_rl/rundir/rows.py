@@ -60,6 +60,7 @@ def parse_json(data: bytes, line: int = 1) -> Any:
         said = error.msg.replace("Expecting", "expected")
         if said == "Extra data":
             said = "expected the end of the text"
+
         at = error.doc[error.pos : error.pos + 20].splitlines()[:1]
         what = repr(at[0]) if at and at[0] else "the end of the line"
         place = f"line {line + error.lineno - 1}, column {error.colno}"
@@ -159,14 +160,17 @@ def last_lines(path: Path, num_bytes: int = 1 << 18) -> list[bytes]:
     ``OSError``."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
+
         while True:
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = whole_lines(file.read(size - start))
+
             if start == 0:
                 return lines
             if len(lines) > 1:
                 return lines[1:]  # the first may be cut off
+
             num_bytes *= 4
 
 

@@ -25,6 +25,7 @@ class Scratch:
         folder = Path(tempfile.gettempdir() if parent is None else parent)
         for left in folder.glob(f"{glob.escape(prefix)}*"):
             _remove_if_left(left)
+
         self.path, self._lock = _locked(prefix, folder)
         self._is_ours = True
 
@@ -59,6 +60,7 @@ def _locked(prefix: str, parent: Path) -> tuple[Path, int]:
         except OSError:
             pass  # no locks here
 
+        # The folder may have been removed before it was locked.
         if is_ours and path.is_dir():
             return path, lock
         os.close(lock)
@@ -66,6 +68,7 @@ def _locked(prefix: str, parent: Path) -> tuple[Path, int]:
 
 def _remove_if_left(path: Path) -> None:
     with suppress(OSError):  # another user's; or removed at this moment
+        # O_NOFOLLOW: another user may have put a link into a shared folder.
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

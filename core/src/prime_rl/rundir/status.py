@@ -56,6 +56,7 @@ class Status:
             time=time.time(),
             facts=facts or Facts(),
         )
+
         if self.path is not None:
             with suppress(OSError, RunError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
@@ -74,6 +75,7 @@ def replace_text(path: Path, text: str) -> None:
     Raises ``OSError`` and leaves the old text if the new one cannot be written, or ``RunError``.
     """
     check_current()
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, "utf-8")
     temporary.replace(path)

@@ -51,6 +51,7 @@ class FakeReference:
         first = self.prompts.count((group_id, ids)) if seed is None else seed
         self.prompts += [(group_id, ids)] * n
         await asyncio.sleep(0)
+
         answers = []
         for number in range(first, first + n):
             tokens = list(self.reply(ids, number))
@@ -64,6 +65,7 @@ class FakeReference:
                 temperature=temperature,
                 policy_versions=np.zeros(len(cut), np.int32),
             )
+
             answers.append(completion)
 
         return answers
@@ -85,10 +87,13 @@ class FakeReference:
         """Each token with its log-probability of ``answer``; the ids after it share what is left of
         the probability."""
         of_tokens = await self.logprobs(token_ids)
+        # log((1 - p) / (k - 1)): p is the token's probability, and k - 1 others share the rest.
         rest = np.log(-np.expm1(np.minimum(of_tokens, -1e-6)) / max(k - 1, 1))
         table = np.column_stack([of_tokens, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
         tokens = np.add.outer(token_ids, np.arange(k)).astype(np.int32)
+
         order = np.argsort(-table, axis=1, kind="stable")
+        # Nothing predicts the first token.
         order[:1] = 0
         table[:1] = 0
         tokens[:1] = 0
@@ -144,6 +149,7 @@ def default_branch(prefix: Prefix, number: int) -> Rollout:
         loss_mask=mask,
         inference_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
     )
+
     return Rollout(
         env=parent.env,
         example_id=parent.example_id,

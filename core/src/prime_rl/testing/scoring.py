@@ -124,8 +124,9 @@ async def score_async(
     Raises what a run would end with: also for credit that is written by what a hook left behind."""
     hooks = scope(host.env, Hooks(), own=[*plugins, algorithm])
     every = [rollout for group in groups for rollout in group]
-    LATE.clear()
+    LATE.clear()  # what an earlier test has left behind
     await algorithm.setup(host)
+
     before = asyncio.all_tasks()
     with watching_coroutines():
         try:
@@ -143,6 +144,7 @@ async def score_async(
             by_env: dict[str, list[Group]] = {}
             for group in groups:
                 by_env.setdefault(group[0].env if group else host.env, []).append(group)
+
             with open_for_credit(every):
                 for batch in by_env.values():
                     await hooks.score_batch(batch)

@@ -68,14 +68,17 @@ def main(arguments: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent, and not the supervisor
         os.environ.pop(PARENT_PID, None)
     exit_with_parent()
+
     rank = Rank.of_process()
     exit_on_signal(at_once=rank.size > 1)
     run_dir = Path(arguments[0])
     status = Status(run_dir / "status" / "trainer.json")
+
     try:
         try:
             run(run_dir, status if rank.number == 0 else Status(None), rank)
         except SystemExit as end:
+            # A plugin has called sys.exit: the process must not end as if the run were done.
             if isinstance(end, Terminated):
                 raise
             raise exit_refused(end) from end
@@ -96,9 +99,11 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     """
     is_ours = isinstance(error, PrimeRLError)
     reason = fault(error) or (str(error) if is_ours else f"{type(error).__name__}: {error}")
+
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
+
     if followed:
         logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:
@@ -129,13 +134,17 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)
     [*map(losses.__getitem__, losses.tables)]  # before the slow import: an error at once
+
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
     kernel = make_kernel(config.trainer, hooks)
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
+
+    # These checks need no torch, so they run before the slow import.
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
+
     status.report("importing torch")
     with lasting_imports():
         import torch
@@ -144,9 +153,12 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
         from prime_rl.trainer.device import choose_device
         from prime_rl.trainer.model import model_folder
 
+    # Heads and adapters begin with random numbers: the same ones in every process.
     torch.manual_seed(config.seed)
+
     model_path = model_folder(launch, status)
     status.report("loading weights")
+
     elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
     device = choose_device(config.trainer.device, rank)
     with parallel.joined(rank, device, elsewhere, hang_timeout=config.recovery.hang_timeout):
@@ -190,6 +202,7 @@ def train_here(
     colocated = config.deployment.colocated
     model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
+
     trainer = Trainer(
         model,
         losses,
@@ -202,9 +215,11 @@ def train_here(
         maker=maker,
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
+
     resumed = None
     trainer.publishes_average = "ema" in launch.reference_urls
     trainer.publishes_reference = "initial" in launch.reference_urls
+
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
         restore(trainer, launch.checkpoint)
@@ -214,6 +229,7 @@ def train_here(
 
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
+
     try:
         train(
             trainer,
@@ -260,6 +276,7 @@ def exit_on_signal(at_once: bool = False) -> None:
     sender.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    # Python's C handler writes the signal's number there at once, whatever the main thread does.
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def insist(sender: socket.socket) -> None:  # an argument only to keep the socket open

@@ -83,7 +83,7 @@ class Checkpointer:
         """Whether a checkpoint follows ``step``; the orchestrator has begun one that time asks."""
         if not self._config.enabled or self._config.interval or step == last_step:
             return self._config.is_due(step, last_step)
-        # Rank 0 looks for all: two ranks could see it begun at different moments, and disagree.
+        # Rank 0 decides for all: the file may appear between the looks of two ranks.
         return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])
 
     def save(self, trainer: TrainerState, step: int, published: Path, status: Status) -> None:
@@ -125,7 +125,7 @@ class Checkpointer:
         kept.mkdir()
 
         for file in published.iterdir():
-            # Marks of a broadcast: they say nothing about the checkpoint.
+            # These markers describe the broadcast, not the checkpoint.
             if file.name not in (STABLE, MEMORY, MEETING):
                 link_or_copy(file, kept / file.name)
 
@@ -154,13 +154,14 @@ class Checkpointer:
             return
 
         try:
-            # After the new one is complete: a crash before that must leave the old ones.
+            # Old checkpoints go only now: a crash before the new one is complete must leave them.
             if parallel.rank() == 0:
                 retain(self._run_dir, self._config, self._in_use)
         except OSError as error:
             logger.error("cannot delete old checkpoints: %s", error)
 
     def _give_up(self, step: int, error: Exception) -> None:
+        # An error that the disk has not caused is our fault: its traceback is logged.
         trace = None if isinstance(error, OSError | WeightsError) else error
         logger.error("step %d: no checkpoint: %s", step, error, exc_info=trace)
         if parallel.rank() == 0:
@@ -233,6 +234,7 @@ def load_states(trainer: TrainerState, folder: Path) -> None:
 def snapshot(trainer: TrainerState, step: int) -> dict[str, Tensor]:
     """A copy of the state that continues exactly after step ``step``, without the weights."""
     state = _tensors(_state(trainer) | {"step": torch.tensor(step)})
+    # Copied on the host too: the next step changes these tensors in place.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
 
@@ -242,14 +244,17 @@ def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
     when it is read. Raises ``OSError``."""
     parts = {}
     offsets = {}
+
     for name, tensor in state.items():
         part = tensor
         start = [0] * tensor.dim()
         is_ours = parallel.rank() == 0
+
         if isinstance(tensor, DTensor):
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
             # Replicas have equal shards: the first of them writes.
             is_ours = not any(at for each, at in places if isinstance(each, Replicate))
+            # The protocol of torch's checkpoints: the offsets of this shard in the whole tensor.
             (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
             part = tensor.to_local()
             start = list(chunk.offsets)
@@ -294,6 +299,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         for name in _never_stepped(state, saved):
             # A key that the checkpoint lacks would fail the whole load.
             del tensors[name]
+
         with warnings.catch_warnings():  # that one rank has no process group
             warnings.filterwarnings("ignore", message="torch.distributed is")
             state_dict_loader.load(  # into the state's own tensors
@@ -303,6 +309,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # with traces in its text
             (cause, _), *_ = error.failures.values()
+
         raise ConfigError(
             f"--resume: {checkpoint.trainer} does not hold the state of this model and "
             f"optimizer: {type(cause).__name__}: {cause}"
@@ -320,6 +327,7 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
             set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
 
     load_states(trainer, checkpoint.states)
+    # Restored after the plugins' states: a plugin's `load` may draw random numbers.
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
@@ -351,7 +359,6 @@ def _state(trainer: TrainerState) -> dict[str, Any]:
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     is_new = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer)
-
     if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
         for each in optimizer.state.values():
             if "step" in each:

@@ -43,7 +43,7 @@ def join_ranks(size: int) -> None:
     _group = None
     if size > 1:
         make: Any = dist.new_subgroups
-        _group, _ = make(group_size=size, timeout=parallel.limit())
+        _group, _ = make(group_size=size, timeout=parallel.limit())  # not torch's ten minutes
 
 
 def num_parts() -> int:
@@ -86,6 +86,7 @@ def part_of_targets(num_targets: int, device: torch.device) -> Tensor | None:
     last ranks may repeat the last target, so that all have equally many."""
     if _group is None:
         return None
+
     size = -(-num_targets // num_parts())
     first = _part() * size
     return torch.arange(first, first + size, device=device).clamp_(max=num_targets - 1)
@@ -96,6 +97,7 @@ def whole(part: Tensor, length: int | None = None) -> Tensor:
     kept. Its gradient is summed over the ranks."""
     if _group is None:
         return part
+
     gather: Any = _Whole.apply
     rows: Tensor = gather(part, _group)
     return rows[:length]
@@ -135,7 +137,7 @@ def heads_for_tokens(column: Tensor) -> Tensor:
     heads of all tokens."""
     _, heads, tokens, size = column.shape
     parts = num_parts()
-
+    # Rank i gets the i-th part of the heads, from each rank those of its tokens.
     by_rank = column[0].reshape(parts, heads // parts, tokens, size)
     # [parts, H / parts, U / parts, D]: tokens by rank
     received = parallel.exchange(by_rank, _group)
@@ -146,7 +148,7 @@ def tokens_for_heads(output: Tensor) -> Tensor:
     """[1, U, H / parts, D], this rank's heads of all tokens -> [1, U / parts, H, D]."""
     _, tokens, heads, size = output.shape
     parts = num_parts()
-
+    # Back: rank i gets the i-th part of the tokens, from each rank its heads.
     by_rank = output[0].reshape(parts, tokens // parts, heads, size)
     received = parallel.exchange(by_rank, _group)  # [parts, U / parts, H / parts, D], by rank
     return received.transpose(0, 1).reshape(1, tokens // parts, parts * heads, size)

@@ -105,6 +105,7 @@ class Offload:
     def _move(self, device: torch.device) -> float:
         if not self._enabled:
             return 0.0
+
         started = time.perf_counter()
         positions = itertools.count()
 
@@ -117,6 +118,7 @@ class Offload:
             for state, name in moving_state(optimizer):
                 state[name] = moved(state[name])
 
+        # The copies are only queued, and the host must not read its memory before they are done.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
@@ -127,7 +129,9 @@ class Offload:
             return tensor
         if device != HOST or not self._pins:
             return tensor.to(device, non_blocking=self._pins)
+
         home = self._home.get(position)
+        # Positions shift when an optimizer gets more state: then the memory has another shape.
         if home is None or (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
             try:
                 home = torch.empty_like(tensor, device=HOST, pin_memory=True)
@@ -152,6 +156,8 @@ def moving_state(optimizer: Optimizer) -> Iterator[tuple[MutableMapping[str, Any
         with_steps = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
+            # An optimizer may keep its state on the host: its groups then have `on_host`.
+
             for name, value in state.items() if not group.get("on_host") else ():
                 if torch.is_tensor(value) and (with_steps or name != "step"):
                     yield state, name

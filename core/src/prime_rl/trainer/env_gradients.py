@@ -47,6 +47,7 @@ class EnvGradients:
 
     def keep(self, env: str) -> None:
         """The rows of ``env`` have gone backward: put the gradient aside."""
+        # Moved and not copied: the next env's backward pass finds no gradient and makes its own.
         self._kept[env] = [each.grad for each in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -61,6 +62,7 @@ class EnvGradients:
         if np.isfinite(products).all():  # otherwise the step is skipped
             call = running(maker.name, hook="env_weights", owner=maker, arguments={"step": step})
             with call:
+                # The plugin gets a copy: it may write into it, and the metrics read the products.
                 weights = _checked(maker, maker.env_weights(step, envs, products.copy()), envs)
 
         columns = zip(self._parameters, *self._kept.values(), strict=True)
@@ -72,7 +74,9 @@ class EnvGradients:
                 total = (
                     gradient.mul_(weight) if total is None else total.add_(gradient, alpha=weight)
                 )
+
             parameter.grad = total
+
         self._kept.clear()
 
         metrics = {}
@@ -85,8 +89,10 @@ class EnvGradients:
         """[E, E] float64. Each rank multiplies its shards; equal shards count once."""
         number = len(self._kept)
         sums = np.zeros((number, number))
+
         for gradients in zip(*self._kept.values(), strict=True):
             local = [None if each is None else _local(each) for each in gradients]
+            # The products are symmetric, so half of them are enough.
             for i, first in enumerate(local):
                 for j, second in enumerate(local[: i + 1]):
                     if first is not None and second is not None:
@@ -109,6 +115,7 @@ def _checked(maker: OptimizerMaker, weights: Sequence[float], envs: Sequence[str
         numbers = [float(each) for each in weights]
     except (TypeError, ValueError) as error:
         raise PluginError(_expected(maker, weights, envs)) from error
+
     if len(numbers) != len(envs) or not all(math.isfinite(number) for number in numbers):
         raise PluginError(_expected(maker, weights, envs))
     return numbers

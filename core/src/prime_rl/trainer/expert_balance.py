@@ -165,6 +165,7 @@ class ExpertBalance:
         ones = torch.ones_like(chosen[:, 0], dtype=torch.float32)
         weights = ones if num_owners is None else num_owners.float()  # [U]
         of_choices = weights[:, None].expand_as(chosen).flatten()
+
         counts = ones.new_zeros(mixture.num_experts)
         counts = counts.scatter_add_(0, chosen.flatten(), of_choices)
         # What has a sum of 1 and no negative number is a probability, of rounded numbers too.
@@ -173,12 +174,14 @@ class ExpertBalance:
         wide = (scores if trains else scores.detach()).float()
         is_probability = (wide.detach() >= 0).all() & (wide.detach().sum(1) < 1.5).all()
         probabilities = torch.where(is_probability, wide, wide.softmax(1))
+
         # A rank that computes a part of a row knows P for its tokens, and f for all of them: the
         # ranks' products add up to that of the row.
         of_row = context.total(counts)
         share = of_row / of_row.sum().clamp(min=1)
         sums = (probabilities * weights[:, None]).sum(0)  # [E]: tokens times P
         balance = mixture.num_experts * (share * sums).sum()  # tokens times balance
+
         number = mixture.number
         if not again:
             self._counts[number] = self._counts[number] + counts
@@ -200,6 +203,7 @@ class ExpertBalance:
         flat = torch.cat([counts, torch.stack(self._balance), self._tokens[None]])
         if parallel.several_ranks():
             dist.all_reduce(flat)
+
         numbers = flat.cpu().numpy()
         self._begin_step()
 
@@ -247,6 +251,7 @@ class ExpertBalance:
             "router/load/unused": float(unused.mean()),
             "router/load/entropy": float(entropy.mean()),
         }
+
         for number, layer in enumerate(self.layers):
             metrics[f"router/load/{layer}/max"] = float(relative[number].max())
             metrics[f"router/load/{layer}/unused"] = float(unused[number])
@@ -256,6 +261,7 @@ class ExpertBalance:
             values = torch.stack([*self.biases]).cpu().numpy()
             metrics["router/bias/max"] = float(values.max())
             metrics["router/bias/min"] = float(values.min())
+
         if not self.has_biases:
             metrics["router/balance"] = float(self._balance_sums.mean()) / self._num_counted
         return metrics

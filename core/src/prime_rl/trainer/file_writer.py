@@ -89,6 +89,7 @@ class FileWriter:
         being written. Raises the error of the first."""
         if tuning_of(self._model) is not None or not self._is_one_disk():
             return False
+
         tensors = published_tensors(self._model)
         parts_or_none = {name: own_part(tensor) for name, tensor in tensors.items()}
         parts = {name: part for name, part in parts_or_none.items() if part is not None}
@@ -99,10 +100,12 @@ class FileWriter:
         layout = lay_out(tensors, dtypes, pieces=published_pieces(self._model, tensors))
         buffers = self._free_buffers()
         event = None
+
         for name, part in parts.items():
             values = part.values
             dtype = layout.slots[name][0]
             on_gpu = values.is_cuda
+
             if name not in buffers:
                 buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=on_gpu
@@ -111,6 +114,7 @@ class FileWriter:
             rounded = values.to(dtype) if on_gpu else values  # on the GPU: half the bytes to copy
             buffers[name].copy_(rounded, non_blocking=True)
             if on_gpu and event is None:
+                # One event is enough: it is recorded after the last copy.
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         if event is not None:
@@ -141,6 +145,7 @@ class FileWriter:
 
     def _free_buffers(self) -> Buffers:
         self.check()
+        # Two sets of buffers at most. A job that is done gives its set back without waiting.
         while self._jobs and (len(self._jobs) == 2 or self._jobs[0][0].done()):
             job, buffers = self._jobs.popleft()
             job.result()
@@ -148,10 +153,12 @@ class FileWriter:
         return self._spare.pop() if self._spare else {}
 
     def _publish(self, version: int, copy: Copy) -> None:
+        # Only this thread waits for the copies. The next step trains meanwhile.
         if copy.copied is not None:
             copy.copied.synchronize()
         fill = partial(self._publisher.fill, version, partial(copy.write, group=self._group))
         retry(partial(fill, self._group), f"publish weights version {version}")
+
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, version)
             retry(announce, f"announce weights version {version}")

@@ -117,6 +117,7 @@ class HeadModule(nn.Module):
         """[T] log π under the head's own model."""
         assert self.model is not None
         found, _ = token_logprobs(self.model, row, packing, kernel, hidden=hidden)
+        # Tokens that are no target get 0.0 instead of log(1/V). The product keeps the graph.
         output = 0.0 * found
         if not len(row.targets):
             return output
@@ -147,6 +148,7 @@ def write_streams(
     for name, head in losses.heads.items():
         if name not in computed:
             continue
+
         mask = np.zeros(len(micro_batch), np.bool_)
         for component in components(micro_batch):
             if head in losses[component].read_heads:
@@ -155,8 +157,11 @@ def write_streams(
         mask &= micro_batch.position_ids > 0  # nothing predicts a first token
         if not mask.any():
             continue
+
+        # Heads see tokens in the orchestrator's order. The row is sorted by length.
         values = _in_batch_order(row, computed[name])
         values[~mask] = 0.0
+
         ends = None
         if head.reads_ends:
             assert row.ending is not None
@@ -170,8 +175,10 @@ def write_streams(
         rollouts = units
         if head.scope == "group":
             rollouts = unit_ids(micro_batch, "rollout_ids")
+
         read = _read(head, micro_batch, row, computed)
         defaults = head_defaults(head)
+
         for unit in np.unique(units[owners[mask]]):
             sequences = np.flatnonzero(units == unit)
             at = np.flatnonzero(np.isin(owners, sequences))
@@ -183,6 +190,7 @@ def write_streams(
                 rollouts=tuple(rollouts[sequences].tolist()),
                 ends=None if ends is None else _of_trained(ends, mask, owners, sequences),
             )
+
             with running(name, hook="prepare", owner=head):
                 written = head.prepare(inputs)
 
@@ -249,6 +257,8 @@ def _put(micro_batch: MicroBatch, head: Head, written: Any, at: Ints, where: str
             part = as_stream(values)
             width = part.shape[1:] if name not in STREAMS and part.ndim == 2 else ()
             part = part.reshape(*at.shape, *width)
+
+            # Values that other units wrote, or that the orchestrator sent, stay.
             column = np.full((len(micro_batch), *width), absent_value(name), np.float32)
             column[:] = column if before is None else before
             column[at] = part

@@ -82,7 +82,7 @@ def token_logprobs(
         labels = labels[part]
         temperatures = None if temperatures is None else temperatures[part]
 
-    # Before the LM head: a kernel that fuses head and softmax has no logits to scale.
+    # Scaled before the LM head: a fused kernel returns no logits that could be scaled.
     hidden = hidden[sources] * scale
 
     computed = None
@@ -94,7 +94,7 @@ def token_logprobs(
         logits = _call(head, hidden, cap)
         computed = apply(logits, temperatures, labels, entropy_gradient)
 
-    # A rank of several for one row has a part of the targets. The loss needs all of them.
+    # With context parallelism each rank has a part of the targets, and the loss needs all.
     chosen, entropy = (context.whole(column, len(row.targets)) for column in computed)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
@@ -111,7 +111,7 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
         )
     else:
         absent = ids == np.iinfo(np.int32).min
-        # The absent value of int32 is the least, so that clip() makes it the id 0.
+        # The absent value is the lowest int32, so clip() below turns it into id 0.
         wrong = ids[(ids >= size) | (ids < 0) & ~absent]
         if not len(wrong):
             return to_device(ids.clip(min=0), np.int64, row.token_ids.device)
@@ -180,10 +180,12 @@ class LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         softmax, temperatures, places, entropies = ctx.saved_tensors
+
         divisor = 1.0 if temperatures is None else temperatures[:, None]
         scale = grad.reshape(places.shape) / divisor
-        # Each label takes p * scale off every logit, so of several labels the sum is enough.
+        # Each label adds -p * scale to the gradient of every logit, so their sum is enough.
         total = scale.sum(1, keepdim=True)
+
         if entropies is None:
             logits_grad = softmax * -total
         else:

@@ -117,7 +117,7 @@ def train(
         is_read=has_engines,
     )
 
-    # Whether the step before is saved: a run that is stopped after it must not save it twice.
+    # Whether the previous step was saved: a run that stops after it must not save it twice.
     due = False
     saving = passing_on = 0.0  # of the step before, and reported with the next
 
@@ -142,6 +142,7 @@ def train(
             break
 
         received = time.perf_counter()
+
         status.report("training", step=step)  # it waits no longer, though the first row may be long
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, status)
@@ -151,7 +152,7 @@ def train(
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
         broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
-        # Before the announcement: their engines load version n before those of the policy do.
+        # Before the announcement: reference engines load version n before the policy's do.
         publish_earlier(trainer, run_dir, step, status=status)
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
@@ -183,7 +184,7 @@ def train(
             observer.step_done(step, metrics | {"time/save_ckpt": saving})
 
     if checkpointer is not None:
-        # Its thread may still be writing the last one.
+        # Its thread may still be writing the last checkpoint.
         checkpointer.wait(status)
 
 

@@ -95,13 +95,16 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     tokens: Counter[Key] = Counter()
     sequences: Counter[Key] = Counter()
     sizes: defaultdict[Key, Counter[int]] = defaultdict(Counter)
+
     # On the host, from the packed columns: a count on the device would wait for it.
     for row in micro_batches:
         owners = np.repeat(np.arange(row.num_sequences), row.sequence_lengths)
+
         for name in components(row):
             numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
             for env in np.unique(row.env_ids[numbers > 0]).tolist():
                 key = (name, row.envs[env])
+
                 of_env = np.where(row.env_ids == env, numbers, 0)  # [S]
                 tokens[key] += int(of_env.sum())
                 sequences[key] += int((of_env > 0).sum())
@@ -253,6 +256,7 @@ def _columns(
     """What the loss reads by name. Raises ``StreamError`` if a member token lacks a stream."""
     columns: dict[str, Tensor | None] = {}
     device = share.mask.device
+
     for name in component.computed:
         if name in given:
             columns[name] = given[name]
@@ -305,7 +309,7 @@ def _weights(row: PackedRow, component: Component, share: Share, counts: Counts)
     sizes = np.bincount(owners[share.tokens], minlength=len(row.lengths)).astype(np.float64)
     if component.unit != "sequences":
         ids = row.of_sequences[f"{component.unit[:-1]}_ids"]
-        # Over the whole step: other members may be in other rows, or on other ranks.
+        # Sizes are over the whole step: a unit may have members in other rows or on other ranks.
         for s in share.sequences:
             of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
             sizes[s] = of_env[int(ids[s])]
@@ -345,6 +349,7 @@ def _calls(
     # The row has its sequences sorted by length. A unit's come in the order of the micro batch.
     ids = row.of_sequences[f"{component.scope}_ids"]
     order = row.of_sequences["order"]
+
     units = [
         sorted(np.flatnonzero(ids == unit).tolist(), key=lambda s: order[s])
         for unit in np.unique(ids[share.sequences])
@@ -355,11 +360,13 @@ def _calls(
     # One gather for all units: the gradient of a gather is a tensor of the whole row, so that one
     # for each unit would make the backward pass quadratic in their number.
     index = to_device(np.concatenate(tokens), np.int64, share.mask.device)
+
     sizes = [len(positions) for positions in tokens]
     split = {
         name: None if column is None else column[index].split_with_sizes(sizes)
         for name, column in columns.items()
     }
+
     for number, (sequences, positions) in enumerate(zip(units, tokens, strict=True)):
         of_unit = {name: None if parts is None else parts[number] for name, parts in split.items()}
         # The unit is whole. What of it trains in another component says nothing of this one's

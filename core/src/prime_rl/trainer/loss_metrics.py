@@ -70,8 +70,10 @@ def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     masks = torch.stack([metric.mask for metric in stacked])
     values = torch.stack([metric.values.detach().float() for metric in stacked])
     sums = values.new_zeros(len(stacked), num_sequences)
+    # `where`, not a product with the mask: 0 times an infinite value would be NaN.
     sums.index_add_(1, row.sequence_ids, values.where(masks, values.new_zeros(())))
     sizes = torch.zeros_like(sums).index_add_(1, row.sequence_ids, masks.float())
+
     # Sequences without members are added to a last column, which is dropped. By index, not by a
     # matrix of zeros and ones: an infinite mean stays with its own env.
     rest = len(row.envs)
@@ -80,6 +82,7 @@ def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     columns[share.sequences] = owners
     by_env = values.new_zeros(len(stacked), rest + 1)
     by_env.index_add_(1, to_device(columns, np.int64, sums.device), sums / sizes.clamp(min=1))
+
     numbers = np.bincount(owners, minlength=rest)
     return MetricSums(
         names=tuple(outputs.metrics),
@@ -95,6 +98,7 @@ def _of_sequences(calls: Sequence[RecordedCall], row: PackedRow) -> MetricSums:
     numbers = np.zeros((len(names), len(row.envs)), np.int64)
     places: list[int] = []
     values = []
+
     for call in calls:
         assert call.sequence is not None
         env = int(row.sequence_envs[call.sequence])

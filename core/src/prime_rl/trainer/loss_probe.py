@@ -66,6 +66,7 @@ def _judge(component: Component) -> None:
     with (
         running(loss.name, hook=f"loss {loss.name!r}", owner=loss),
         logged_metrics(loss.name),
+        # Random numbers of the probe must not shift those of the run.
         torch.random.fork_rng(devices=[]),
     ):
         if component.cls.__call__ is Loss.__call__:
@@ -96,6 +97,7 @@ def _mean_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
         float(loss(probe_inputs(cls, copies, vectors)).loss.detach()) for copies in (1, 2)
     )
     if Component(cls.name, cls).scope != "token":
+        # A loss of 0 may be a sum or a mean.
         if abs(once) > 1e-6 and abs(twice - once) < 1e-4 * abs(once):
             return (
                 f"6 tokens give {once:.6g}, and so do the same ones twice: it is a mean. Return "
@@ -121,11 +123,14 @@ def _leak_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
     before = probe_inputs(cls, vectors=vectors)
     expected = _gradients(loss, before)
     columns = _float_columns(before)
+
     for place in range(len(before.loss_mask)):
         for factor in FACTORS:
+            # All columns together first, for speed. Single columns then name the one that leaks.
             of_all = _gradients(loss, _moved(before, columns, place, factor))
             if not _differs(expected, of_all, place):
                 continue
+
             for name in columns:
                 moved = _moved(before, [name], place, factor)
                 change = _differs(expected, _gradients(loss, moved), place)
@@ -145,6 +150,7 @@ def _in_every_shape(cls: type[Loss], judge: Callable[[frozenset[str]], str]) -> 
     which they are, nothing declares. Raises the first error if it can be asked in no shape."""
     said = ""
     first: Exception | None = None
+
     for vectors in shapes_of(cls):
         try:
             problem = judge(vectors)
@@ -215,13 +221,16 @@ def _moved(inputs: LossInputs, names: list[str], place: int, factor: float) -> L
 def _gradients(loss: LossFunction, inputs: LossInputs) -> list[Tensor]:
     columns = [getattr(inputs, name) for name in WITH_GRADIENT]
     leaves = [column for column in columns if column is not None]
+
     value = loss(inputs).loss
+    # The graph is kept for the second call below.
     gradients = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
     # It trains a head, whose output is a stream.
     if all(gradient is None for gradient in gradients):
         streams = inputs.streams.values()
         leaves = [each for each in streams if each is not None and each.requires_grad]
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+
     return [
         torch.zeros_like(leaf) if gradient is None else gradient
         for leaf, gradient in zip(leaves, gradients, strict=True)
@@ -259,6 +268,7 @@ def probe_inputs(
     known_columns |= {
         name: known_columns[name].long() for name in component.computed if name.endswith("_ids")
     }
+
     if "top_logprobs" in known_columns:
         known_columns["top_logprobs"] = torch.tensor([[0.5, 0.25]] * 6).log()
     read = {
@@ -270,10 +280,12 @@ def probe_inputs(
     read |= {name: torch.tensor([[0.5, 0.3, 0.2]] * 6) for name in vectors}
     if TOP_IDS in read:
         read[TOP_IDS] = torch.arange(12, dtype=torch.int32).view(6, 2)
+
     known, streams = (
         {name: torch.cat([column] * copies) for name, column in columns.items()}
         for columns in (known_columns, read)
     )
+
     for name in known.keys() & set(WITH_GRADIENT):
         known[name].requires_grad_()
     for column in streams.values():

@@ -108,6 +108,7 @@ class StepMetrics:
         self._device = logprobs.device
         for name, part in loss.parts.items():
             self.add_sum(f"loss/{name}", part)
+
         if loss.parts:
             share = torch.stack(list(loss.parts.values())).sum()
             self._values.append((share[None], [("values", "loss", "", 1)]))
@@ -140,6 +141,7 @@ class StepMetrics:
             "importance_ratio": log_ratio.exp(),
             "mismatch_kl": log_ratio.expm1() - log_ratio,
         }
+
         for name, values in columns.items():
             self._add_by_lag(
                 name, lag, tokens=compared, values=values, weights=torch.ones_like(values)
@@ -238,6 +240,7 @@ class StepMetrics:
         padded = torch.nn.functional.pad(flat, (0, longest - len(flat)))
         gathered = [torch.empty_like(padded) for _ in described]
         torch.distributed.all_gather(gathered, padded)
+
         rows = torch.stack(gathered).cpu().double().numpy()
         of_ranks: list[tuple[Sequence[Entry], Floats]] = [
             (entries, row) for (entries, _), row in zip(described, rows, strict=True)
@@ -261,6 +264,7 @@ def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]
         logged = {
             name: pairs for name, pairs in logged.items() if not name.startswith("policy_lag/")
         }
+
     weighted = [
         (name, value, weight)
         for name, pairs in logged.items()
@@ -292,6 +296,7 @@ def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:
             end = start + (number if kind == "values" else 1)
             values = elements[start:end]
             start = end
+
             if kind == "values":
                 merged.values.setdefault(name, {}).setdefault(env, []).append(values)
                 continue
@@ -350,6 +355,7 @@ def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         name: value if math.isfinite(value) else None  # JSON has no NaN
         for name, value in metrics.items()
     }
+
     append_row(path, {"step": step, "time": time.time(), "metrics": finite})
 
 
@@ -357,6 +363,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append a line about ``row["step"]`` to a file of the run. Raises ``RunError`` if the disk
     refuses."""
     check_current()
+
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -68,7 +68,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = kernel or Kernel(PluginConfig())
-        self.kernel.prepare(config.compile is not False)
+        self.kernel.prepare(config.compile is not False)  # "auto" may still compile
         self.compiled = False
         """The decoder blocks are."""
 
@@ -181,6 +181,7 @@ class Policy(nn.Module):
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
+        # The last logits predict nothing.
         logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
         logprobs = logits.float().log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
         return nn.functional.pad(logprobs, (1, 0))
@@ -196,8 +197,10 @@ def make_policy(
 ) -> Policy:
     """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
+    # Ranks join before `Policy` is made: it asks how many of them compute a row.
     context.join_ranks(config.context_parallel)
 
+    # Heads come before compiling and sharding: one with a model of its own copies the policy.
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy = Policy(model, config, heads=modules, kernel=kernel)
     half = in_half(config, device)
@@ -224,7 +227,7 @@ def make_policy(
             experts=experts,
             reduces_in=summed_in,
         )
-        # A pass that is not `forward`: without this no hook gathers the shards.
+        # FSDP gathers shards in hooks of `forward`, and this method is called without it.
         register_fsdp_forward_method(policy, "plain_logprobs")
 
     return policy.to(home or device)
@@ -261,7 +264,6 @@ def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.de
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
     worth_it = num_weights >= WORTH_COMPILING and not in_blocks
-
     if device.type == "cuda" and worth_it:
         try:
             policy.prepare_blocks(config, device, compiled=True)
@@ -287,6 +289,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     """Wait for the policy's folder, and that of its first weights, if they are still being made or
     fetched. Raises ``WeightsError`` if it is no folder."""
     path = Path(launch.model_path)
+    # A resumed run may need its first weights too, which are in another folder.
     made = path / READY if launch.wait_for_model else launch.initial
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
@@ -309,6 +312,7 @@ def check_positions(config: PretrainedConfig, seq_len: int) -> None:
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind not in ("longrope", "dynamic"):
             continue
+
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if seq_len > limit:
             raise ConfigError(
@@ -341,7 +345,7 @@ def load_model(
     model = cast(Any, None)
     missing = list[str]()
     try:
-        # No rank holds the whole: `parallel.fill` reads its shards from the files.
+        # No rank loads the whole model: `parallel.fill` reads its shards from the files.
         if in_shards:
             model = unread_model(model_path)
         whole = model is None
@@ -364,6 +368,8 @@ def load_model(
 
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
+        # Kept on the model, because every writer of weights has it (`published.tuning_of`).
         model.prime_rl_tuning = tuning
 
+    # A model that is still in its files has no weights to move: `parallel.shard` places them.
     return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()

@@ -21,6 +21,7 @@ def build_optimizer(
     """The policy's optimizer. The contract imports no torch, so core's own is made here."""
     if not isinstance(maker, AdamWMaker):
         return maker.make(model, lr, weight_decay)
+
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return adamw(trained, maker.config, lr=lr, weight_decay=weight_decay)
 
@@ -37,6 +38,7 @@ def adamw(parameters: list[Any], config: PluginConfig, lr: float, weight_decay: 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients to a global norm of at most ``max_norm``; their norm before, 0-dim."""
+    # Without a bound nothing is scaled, and the norm is still measured.
     return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm or math.inf, foreach=True)
 
 
@@ -57,9 +59,11 @@ def make_schedule(config: SchedulerConfig, peak: float, max_steps: int) -> Calla
     def learning_rate(step: int) -> float:
         if step <= warmup:
             return peak * step / warmup
+        # 0 at the first step of the decay: the last step then lies above min_lr, and learns.
         done = step - 1 - (max_steps - decay)
         if done <= 0:
             return peak
+
         share = done / decay
         if config.type == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2

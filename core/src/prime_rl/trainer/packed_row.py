@@ -106,6 +106,7 @@ def make_row(
     """Sort the sequences by length and move them over, for a model that computes them by
     ``packing``. ``with_ends``: a head reads the states at the ends of sequences. ``with_routes``:
     the experts of the sampler are replayed."""
+    # Descending lengths: `batch_sizes` relies on them.
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     # [T]: where each token of the row lies in the micro batch.
@@ -115,11 +116,11 @@ def make_row(
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
+    positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]  # [T]
 
     shares = _shares(micro_batch, tokens, sequence_ids=sequence_ids, device=device)
     trained = _union([each.tokens for each in shares.values()])
-    targets = trained[positions[trained] > 0]
+    targets = trained[positions[trained] > 0]  # nothing predicts a first token
 
     streams = {
         name: column[tokens]
@@ -145,6 +146,7 @@ def make_row(
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
 
+    # `of_tokens` are token ids, or numbers that stand for a token with its experts.
     def lay_out(of_tokens: Ints) -> Layout:
         return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
 
@@ -160,10 +162,11 @@ def make_row(
         token_ids=to_device(token_ids, np.int64, device),
         sequence_ids=to_device(sequence_ids, np.int64, device),
         targets=to_device(targets, np.int64, device),
-        # None saves the loss a division of all logits.
+        # None spares a division of all logits.
         temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
         inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
         streams={n: to_device(c, c.dtype.type, device) for n, c in streams.items()},
+        # A stream that no sequence lacks needs no mask in the loss.
         absent={name: lacking for name, lacking in absent.items() if lacking.any()},
         shares=shares,
         sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
@@ -192,13 +195,12 @@ def _routed_layout(
     absent = is_absent(routes)
     parts = [token_ids[:, None].view(np.uint8), routes.reshape(len(routes), -1).view(np.uint8)]
     keys = np.ascontiguousarray(np.concatenate(parts, axis=1))
-    # Each row of bytes as one value, so that equal rows are found by one sort.
+    # Each row of bytes becomes one value, so that `np.unique` compares whole rows.
     rows = keys.view(np.dtype((np.void, keys.shape[1]))).ravel()
     _, first, numbers = np.unique(rows, return_index=True, return_inverse=True)
 
     layout = lay_out(numbers.astype(np.int64))
     at = to_device(first, np.int64, device)[layout.token_ids]  # [U]
-
     chosen = to_device(routes, np.uint8 if routes.dtype == np.uint8 else np.int32, device)[at]
     has_none = to_device(absent, np.bool_, device)[at]
     return replace(
@@ -216,7 +218,7 @@ def _shares(
     for name in components(micro_batch):
         mask = members(micro_batch, name)[tokens]
         if mask.any():
-            column = stream(micro_batch, f"{name}{WEIGHTS}")
+            column = stream(micro_batch, f"{name}{WEIGHTS}")  # None: 1.0
             shares[name] = Share(
                 mask=to_device(mask, np.bool_, device),
                 weights=None if column is None else to_device(column[tokens], np.float32, device),
@@ -236,5 +238,5 @@ def ratio_tokens(row: PackedRow, losses: Components) -> Ints:
 def _union(parts: Sequence[Ints]) -> Ints:
     """Sorted, each position once."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0]  # sorted and unique already
     return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))

@@ -110,8 +110,10 @@ class Packing:
 
             replayed: AbstractContextManager[None] = nullcontext()
             if routes is not None:
+                # -1: the routers decide at padding, and nothing reads the result.
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
                 replayed = padded_routes(of_batch.flatten(0, 1))
+
             with replayed, counted(num_owners.flatten()):
                 padded = decode(model, pad_sequence(batch, batch_first=True))
             states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
@@ -122,6 +124,7 @@ class Packing:
         # has to be part of the graph: the backward pass gathers too.
         with choosing(None), watching(None):  # it has nothing to replay or to count
             for _ in range(num_calls - len(sizes)):
+                # One token is enough to gather every block, forward and backward.
                 whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
         return whole
 

@@ -133,12 +133,14 @@ def gather(value: Any, group: RankGroup = None) -> list[Any]:
     """Every rank's value on all of them, in order of rank. Travels as JSON."""
     if not several_ranks():
         return [value]
+    # Not a pickle, which runs code when it is read.
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
     # Two collectives: all ranks have to agree on a size before they exchange bytes.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     lengths = [int(size) for size in sizes]
+    # `all_gather` takes tensors of one size.
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = data
     columns = [torch.empty_like(padded) for _ in lengths]
@@ -207,7 +209,7 @@ def stream_to_main(
 def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = tensor.full_tensor()  # on every rank: gathering is collective
     return tensor.to(device).contiguous() if rank() == 0 else tensor
 
 
@@ -219,7 +221,7 @@ def _agree(error: Exception | None, group: RankGroup = None) -> None:
     errors = [(number, *each) for number, each in enumerate(gathered) if each is not None]
     lasting = [each for each in errors if not each[1]]
 
-    # Its own error first, unless it could retry and another rank could not.
+    # A rank raises its own error first, unless it could retry and another rank could not.
     if error is not None and not (of_disk and lasting):
         raise error
     for number, may_retry, text in lasting or errors:
@@ -246,7 +248,7 @@ def exchange(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: RankGroup, sent: Any, received: Any) -> Tensor:
-        # Gradients go back along the same way: what was received is sent.
+        # Gradients take the reverse path: backward sends what forward received.
         ctx.way_back = group, received, sent
         return _exchanged(rows, group, sent=sent, received=received)
 
@@ -310,9 +312,10 @@ def shard(
             "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
         )
 
+    # FSDP needs a process group, of one rank too (deviation 2).
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
-    # FSDP reads the mesh: of two dimensions, it replicates over the first.
+    # With a mesh of two dimensions FSDP replicates over the first.
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -331,6 +334,7 @@ def shard(
 
     resident = {weight for module in experts for weight in module.parameters()}
     ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
+
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(
@@ -361,6 +365,7 @@ def _resident(weight: Tensor, mesh: Any, device: torch.device) -> Tensor:
     shape = (len(weight) // num_ranks, *weight.shape[1:])
     local = torch.empty(shape, dtype=weight.dtype, device=device)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    # Checking would be another collective, and all ranks lay out alike.
     part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)
     return part
 
@@ -411,6 +416,7 @@ def begin_backward(root: nn.Module, last: bool) -> None:
     """Before a micro batch's backward pass: replicas sum their gradients after the ``last``."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(last)
+        # FSDP waits for pending reductions only after the last backward pass.
         root.set_is_last_backward(last)
 
 

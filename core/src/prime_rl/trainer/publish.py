@@ -106,6 +106,7 @@ class Broadcaster:
             retry(mark, f"publish weights version {version}", self._status)
             return
 
+        # A checkpoint links the files next. After the last step no step overlaps with writing.
         may_copy = not (exact or last)
         if may_copy and self._writer is not None and self._writer.copy():
             self._held = "copies"
@@ -126,8 +127,9 @@ class Broadcaster:
         seconds until they have the version, or can read it."""
         if self._held == "copies" and self._writer is not None:
             self._writer.submit(self._version)
-            return 0.0  # its thread announces it when the files are there
+            return 0.0  # the writer's thread announces it
         if parallel.rank() == 0:
+            # The marker first: the orchestrator looks for it when it hears of the version.
             announce = partial(self._publisher.announce, self._version)
             retry(announce, f"announce weights version {self._version}", self._status)
             self._is_there(self._version)
@@ -148,7 +150,7 @@ class Broadcaster:
 
         directory = self._publisher.path(version)
         main = parallel.rank() == 0
-        # Rank 0 looks at the engines alone; the others wait for its order in this exchange.
+        # Only rank 0 looks at the engines. The other ranks wait for its order in this exchange.
         order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
@@ -157,6 +159,7 @@ class Broadcaster:
     def settle(self, *, exact: bool) -> Path:
         """The version announced last is the run's last: the folder with its files, written if they
         are missing, or rounded and wanted ``exact``."""
+        # A checkpoint keeps unrounded weights, and the announced files may be rounded.
         if self._held == "memory" or (exact and self._publisher.dtype is not None):
             self._write_files(exact)
         if self._writer is not None:
@@ -195,6 +198,7 @@ class Broadcaster:
     def _mark(self) -> None:
         directory = self._publisher.path(self._version)
         directory.mkdir(parents=True, exist_ok=True)
+        # Engines see by it that the version has no files yet (`only_in_memory`).
         (directory / MEMORY).touch()
 
     def _check_values(self) -> None:
@@ -203,6 +207,7 @@ class Broadcaster:
         tensors = published_tensors(self._model).values()
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
+        # Stacked, so that the host waits for the device once, and not for each tensor.
         if not all(parallel.gather(bool(torch.stack(finite).all()))):
             raise RunError(f"weights version {self._version} hold values that are not finite")
 
@@ -213,7 +218,7 @@ class Broadcaster:
         write = partial(self._publisher.write, self._model, self._version, exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
-            # Else every later version would be written as files too, and never sent.
+            # If the marker stayed, every later version would be written as files and never sent.
             (self._publisher.directory / FILES_WANTED).unlink(missing_ok=True)
 
     def _header(self) -> Header:
@@ -225,6 +230,7 @@ class Broadcaster:
         """Whether the engines have the version now."""
         tensors = published_tensors(self._model)
         version = self._version
+        # Whole tensors come in this order, and the pieces of one follow each other.
         pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
 
         def send(stream: Iterator[Tensor]) -> None:
@@ -257,6 +263,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
 
     Raises ``WeightsError`` if the disk refuses.
     """
+    # Under another name until it is whole.
     unfinished = directory.with_name(f".{directory.name}")
     tuning = tuning_of(model)
     adapter = unfinished / "adapter"
@@ -290,4 +297,5 @@ def copy_model_files(
             shutil.copy(file, directory)
 
     config.save_pretrained(directory)
+    # Last: it replaces the template that was copied above.
     put_chat_template(run_dir, directory)

@@ -96,6 +96,7 @@ class Publisher:
         with disk_errors(f"announce weights version {version}", self.path(version)):
             check_current()
             (self.path(version) / STABLE).touch()
+
         for old in self.directory.glob("step_*"):
             if int(old.name.removeprefix("step_")) <= version - self.keep:
                 shutil.rmtree(old, ignore_errors=True)
@@ -108,6 +109,7 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, WeightsError) as error:
         folder = path
+        # A folder that is not there yet is on the disk of the nearest one above it.
         while not folder.exists():
             folder = folder.parent
         free = f"Free there: {shutil.disk_usage(folder).free / 2**30:.2f} GiB."
@@ -128,6 +130,8 @@ def _put(unfinished: Path, final: Path) -> None:
     if not final.exists():
         unfinished.rename(final)
         return
+
+    # The version was announced while its weights were in the trainer's memory.
     # The tensors last: from then on engines load the folder (``has_files``).
     for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         file.replace(final / file.name)
@@ -145,6 +149,7 @@ def save(
     pieces = published_pieces(model, tensors)
     layout = lay_out(tensors, dtypes, metadata=metadata, pieces=pieces)
     write_shared(directory / name, layout, tensors=tensors, flush=flush)
+
     if tuning is not None:
         parallel.on_main(partial(tuning.write_config, directory))
 
@@ -160,6 +165,7 @@ def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     tuning = tuning_of(model)
     if tuning:
         return tuning.tensors(model)
+
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         # By identity: tied modules hold one parameter, and two empty shards may share an address.
@@ -172,6 +178,7 @@ def published_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> l
     their names already."""
     if tuning_of(model) is not None:
         return whole(tensors)
+
     if not hasattr(model, "prime_rl_pieces"):  # a large model has many
         model.prime_rl_pieces = pieces_of(model, tensors)
     return cast("list[Piece]", model.prime_rl_pieces)
@@ -185,6 +192,7 @@ def published_dtypes(
     rounding. None of an adapter, which engines add to the base in float32."""
     if dtype is None or tuning_of(model) is not None:
         return {}
+
     strict = model._keep_in_fp32_modules_strict or ()
     kept = [f"*{pattern}*" for pattern in (*strict, *ROUTER_BIASES)]
     return {

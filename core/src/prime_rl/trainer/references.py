@@ -77,7 +77,9 @@ class References:
         """Move the average towards the weights."""
         trained = self._trained() if self.average else {}
         for name, kept in self.average.items():
+            # Colocated, the average lies on the host, and the weights on the device.
             weights = _local(trained[name]).to(kept.device)
+            # e + (1 - d)(w - e), which is d e + (1 - d) w.
             _local(kept).lerp_(weights, 1 - (self._config.ema_decay or 0.0))
 
     @contextmanager
@@ -87,6 +89,7 @@ class References:
         that the run does not have."""
         of_first = column == "initial_logprobs"
         tuning = getattr(self._model, "prime_rl_tuning", None)
+        # Before a reset, switching the adapter off gives the first policy: no copy is needed.
         of_model = of_first and not self.version
         if of_model and tuning and (switched_off := tuning.initial(self._model)):
             with switched_off:
@@ -98,6 +101,7 @@ class References:
         kept = self._initial if of_first else self.average
         if not kept:
             raise ConfigError("a loss reads ema_logprobs, and trainer.ema_decay is not set")
+
         self._exchange(kept)
         try:
             yield
@@ -107,6 +111,7 @@ class References:
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
         trained = self._trained()
+        # Values move, not tensors: FSDP and checkpoints keep references to these tensors.
         for name, each in kept.items():
             weights = _local(trained[name])
             other = _local(each)
@@ -121,6 +126,7 @@ class References:
         if folder is not None:
             model = load_model(folder, self._config, on_host=True)
             loaded = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
         lacks = [name for name in self._trained() if name not in loaded]
         if lacks:
             raise ConfigError(

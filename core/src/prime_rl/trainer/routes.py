@@ -79,6 +79,7 @@ class Watched:
     """The watcher has seen the call already."""
 
 
+# Between caller and router runs transformers' code, which would not pass an argument on.
 _chooser: ContextVar[Chooser | None] = ContextVar("chooser", default=None)
 _watched: ContextVar[Watched | None] = ContextVar("watched", default=None)
 
@@ -138,10 +139,13 @@ def observe_routers(model: Any) -> list[Mixture]:
     sizes = [getattr(config, key, None) for key in EXPERT_KEYS]
     num_experts = next((size for size in sizes if size), 0)
     top_k = getattr(config, "num_experts_per_tok", None) or 0
+
     mixtures: list[Mixture] = []
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "experts", None), nn.Module) or not top_k:
             continue
+
+        # In a name such as `model.layers.3.mlp` the first number is that of the layer.
         numbers = [int(part) for part in name.split(".") if part.isdecimal()]
         mixture = Mixture(
             number=len(mixtures),
@@ -178,6 +182,7 @@ def _forward(mixture: Mixture, forward: Any, *inputs: Any, **named: Any) -> Any:
 
     with _Choices(mixture, chooser, watched) as choices:
         output = forward(*inputs, **named)
+
     if not choices.num_seen:
         raise ConfigError(
             f"model: the router of {mixture.name} does not take {mixture.top_k} of "
@@ -223,6 +228,8 @@ class _Choices(TorchFunctionMode):
                 num_owners=watched.num_owners,
                 again=watched.again,
             )
+
+        # Nothing was changed: the call's own result has the right graph.
         if chosen is choice and values is result[0]:
             return result
         topk: Any = torch.return_types.topk
@@ -235,6 +242,7 @@ def check_routes(micro_batch: MicroBatch, num_experts: int) -> None:
     routes = micro_batch.streams.get(ROUTES)
     if routes is None:
         return
+
     present = routes[~is_absent(routes)]
     if present.size and int(present.max()) >= num_experts:
         raise StreamError(
@@ -273,8 +281,10 @@ class Replay:
         self.flipped: dict[int, Tensor] = {}
         """By mixture: how many of the replayed experts its own router would not have taken. Equal
         in each pass, so a block that is computed again changes nothing."""
+
         self._mixtures = mixtures
         self._num_layers = num_layers
+
         top_k = mixtures[0].top_k
         _, found_layers, found_k = routes.shape
         if found_k != top_k or found_layers not in (len(mixtures), num_layers):
@@ -283,6 +293,7 @@ class Replay:
                 f"expected {len(mixtures)} layers with a mixture, or all {num_layers}, of {top_k}. "
                 "The engine serves another model than the trainer trains."
             )
+
         self._by_layer = found_layers != len(mixtures)
         self.present = routes[:, -1, :1] >= 0  # [U, 1]
 
@@ -300,6 +311,7 @@ class Replay:
                 f"{len(chosen)}: the kernel lays the row out in a way that trainer.router_replay "
                 "does not know. Set trainer.attention to another kernel."
             )
+
         is_own = (chosen[:, :, None] == own[:, None, :]).any(-1)
         self.flipped[mixture.number] = (~is_own & self.present).sum()
         return torch.where(self.present, chosen, own)

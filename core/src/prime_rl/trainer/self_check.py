@@ -56,6 +56,7 @@ def find_packing(
     dtype = torch.bfloat16 if half else torch.float32
     batch = _micro_batch(policy.model.config.vocab_size)
     failed = []
+
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=half, cache_enabled=False):
         alone, joined = _oracle(policy, batch, device)
         allowed = ALLOWED[dtype] * max(_gap(joined, alone, batch), LEAST_EFFECT)
@@ -103,9 +104,12 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     """
     dtype = torch.bfloat16 if half else torch.float32
     batch = _micro_batch(policy.model.config.vocab_size)
+
     columns = []
     norms = []
     fault = ""
+
+    # Eager comes first: an error there is not the compiler's fault.
     for stance in ("force_eager", "default"):
         try:
             with (
@@ -115,10 +119,11 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
                 row = make_row(batch, device, policy.packing)
                 logprobs = policy(row)[0]
                 logprobs[row.targets].sum().backward()
+
             columns.append(logprobs.detach())
             norms.append(_gradient_norm(policy))
         except torch.OutOfMemoryError:
-            raise
+            raise  # no verdict: the compiler has not failed
         except Exception as error:
             if stance == "force_eager":
                 raise
@@ -129,6 +134,7 @@ def find_compiled_fault(policy: Policy, device: torch.device, half: bool = False
     parallel.reshard(policy)
     if not fault:
         fault = _difference(columns, norms, row=row, allowed=ALLOWED_COMPILED[dtype])
+    # All ranks must decide alike: their collectives would differ otherwise.
     faults = [each for each in parallel.gather(fault) if each]
     return faults[0] if faults else ""
 
@@ -147,7 +153,7 @@ def _difference(
     gap = float((compiled - plain)[row.targets].abs().mean())
     norm, compiled_norm = norms
     most, share = allowed
-    if not gap <= most:
+    if not gap <= most:  # so that NaN is a fault
         return f"log π is off by {gap:.1e} in the mean, expected at most {most:.1e}"
     if not abs(compiled_norm - norm) <= share * norm:
         return f"the gradient norm is {compiled_norm:.4g}, expected {norm:.4g}"
@@ -159,10 +165,14 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
     lengths = np.array(LENGTHS, np.int32)
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
+
     last = lengths[:-1].sum()
     tokens[last : last + PROMPT] = tokens[:PROMPT]
+
+    # Targets follow the shared prompt. The second document has a prompt of one token.
     sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
     mask = np.concatenate(sampled)
+
     return MicroBatch(
         token_ids=tokens.astype(np.int32),
         loss_mask=mask,
@@ -203,10 +213,11 @@ def _measure(
         row = make_row(batch, expected.device, packing)
         gap = _gap(policy(row)[0], expected, batch)
     except torch.OutOfMemoryError:
-        raise
+        raise  # no verdict on the packing
     except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
 
+    # All ranks get the same number, so they take the same packing.
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 

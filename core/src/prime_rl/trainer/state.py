@@ -80,10 +80,12 @@ class TrainerState:
         maker = self.maker or make_optimizer(optim, Hooks())
         self.weighing = maker if maker.weighs_envs else None
         """The maker, if it weighs the gradients of the envs."""
+
         # After `make_policy`: sharding has put other parameters in the place of the model's.
         self.optimizer = build_optimizer(
             maker, self.model, lr=optim.lr, weight_decay=optim.weight_decay
         )
+
         self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(optimizer for _, optimizer in self.heads.values())]
@@ -119,7 +121,7 @@ class TrainerState:
         loss is one of them as soon as a batch has read it, on every rank."""
         owners: dict[str, Loss | Head] = {}
         for name, component in self.losses.made.items():
-            # With its name: another loss may be `rl` after a resume, and must not get this state.
+            # The key has the loss's name: after a resume another loss may be `rl`.
             key = f"rl.{component.cls.name}" if name == "rl" else name
             owners[key] = component.loss
         for name, head in self.losses.heads.items():

@@ -65,6 +65,7 @@ def own_part(tensor: Tensor) -> TensorPart | None:
 
     placements = tensor.placements
     mesh = tensor.device_mesh
+    # Exact types: shards of any other placement may not be runs of elements.
     shards = [p for p in placements if type(p) is not Replicate]
     by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
     if not by_rows or mesh.size() != parallel.num_ranks():
@@ -73,6 +74,7 @@ def own_part(tensor: Tensor) -> TensorPart | None:
     rows = max((1, *tensor.shape[:1]))
     values = tensor.to_local().reshape(-1)
     start = parallel.first_row(tensor) * (tensor.numel() // rows)
+
     replica = 0
     replicas = 1
     place = mesh.get_coordinate() or ()
@@ -96,6 +98,7 @@ def lay_out(
     those that are stored in another type. ``pieces``: what the header calls them; None: each is
     whole."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+
     slots = {}
     end = 0
     for name, tensor in like.items():
@@ -103,6 +106,7 @@ def lay_out(
         slots[name] = (dtype, end)
         end += tensor.numel() * dtype.itemsize
 
+    # The header lists the pieces, which cover the same bytes one after the other.
     start = 0
     for info in header_of(like, dtypes or {}, pieces):
         stop = start + num_bytes(info)
@@ -144,6 +148,7 @@ def write_shared(
 
     parallel.on_all(partial(write_parts, unfinished, layout, parts, flush))
     if gathered:
+        # After the parts: each rank writes those alone, but all ranks gather together.
         parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
     parallel.on_main(partial(unfinished.rename, path))
 
@@ -185,6 +190,7 @@ def write_parts(
     with _opened(path) as file:
         for name, part in parts.items():
             _put(file, layout, name=name, part=part)
+
         rank = Rank.of_process()
         if flush and rank.number != rank.local:  # not on rank 0's machine: numbers go by machine
             os.fsync(file)
@@ -213,6 +219,7 @@ def _put(file: int, layout: FileLayout, name: str, part: TensorPart) -> None:
     """Rounded to nearest, ties to even, as an engine that loads the float32 values rounds them."""
     dtype, start = layout.slots[name]
     offset = len(layout.header) + start + part.start * dtype.itemsize
+
     blocks: Sequence[Tensor] = torch.split(part.values, BLOCK) if len(part.values) else ()
     for block in blocks:
         data = block.to(dtype).cpu().contiguous().view(torch.uint8).numpy().data

@@ -25,6 +25,7 @@ class Unread(nn.Parameter):
     pieces: list[tuple[Path, Piece]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
+        # A head with a model of its own copies the policy before any rank has read it.
         copy = memo[id(self)] = of_files(self, self.pieces)
         return copy
 
@@ -60,13 +61,17 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
     """The model of a folder in float32, with its buffers. None if its files don't have each of its
     weights in runs of elements: then it has to be loaded whole."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    # Quantized files do not contain the values of the model's weights.
     if getattr(config, "quantization_config", None) is not None:
         return None
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
     places = {name: path for path in weight_files(folder) for name in opened(path).keys()}  # noqa: SIM118 - not a dict
     tensors = model.state_dict(keep_vars=True)
     pieces: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in tensors}
+    # Reversed, so that the first name of a tied weight wins.
     shared = {id(tensor): name for name, tensor in reversed(tensors.items())}
     for piece in pieces_of(model, {name: tensors[name] for name in shared.values()}):
         path = places.get(piece.name)
@@ -83,6 +88,7 @@ def unread_model(folder: Path) -> PreTrainedModel | None:
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
+    # transformers initializes parameters without this mark. These get their values later.
     for each in made.values():
         vars(each)["_is_hf_initialized"] = True
     model.initialize_weights()  # buffers that no file has

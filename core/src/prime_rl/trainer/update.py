@@ -161,7 +161,7 @@ class BatchUpdate:
         losses = {name for name, _ in counts.members}
         for name in sorted(losses):
             check_declared(trainer.losses[name])
-        # Its losses may be others than those of the batch.
+        # The measured rows may use other losses than the batch.
         trainer.policy.read = {each for name in losses for each in trainer.losses[name].computed}
 
         total = 0.0
@@ -179,7 +179,7 @@ class BatchUpdate:
             total += sum(float(part) for part in loss.parts.values())
         parallel.reshard(trainer.policy)
 
-        # Parts are divided by the counts of all ranks, so ranks add up: one rank for each row.
+        # Each part is divided by global counts, so ranks add up. One rank per row counts.
         return {
             "validation/loss": sum(context.by_row(parallel.gather(total))),
             "validation/tokens": float(sum(counts.members.values())),
@@ -224,7 +224,7 @@ class BatchUpdate:
                 _, logprobs, *_ = self.trainer.forward(micro_batch, with_replay=False)
                 self.references[column][id(micro_batch)] = logprobs
             parallel.reshard(policy)
-        # Later passes of the batch compute what its losses read.
+        # Later passes need the columns that the losses of the batch read.
         policy.read = read
 
     def look_ahead(
@@ -232,7 +232,7 @@ class BatchUpdate:
     ) -> PackedRow:
         """At its first forward pass of the batch: keep the logprobs of a row, and write the streams
         of heads. The row with them."""
-        # A row of a later epoch: what it had at the batch's start is kept already.
+        # In a later epoch the row's values from the batch's start are kept already.
         if id(micro_batch) in self.old_logprobs or not self.looks_ahead:
             return row
 
@@ -351,7 +351,7 @@ class BatchUpdate:
         number = at.new_full((), len(at))
         for name, column in (("replayed", logprobs), ("own", own)):
             log_ratio = column[at] - row.inference_logprobs[at]
-            # k3 of KL(μ || π), as in the metrics of the step, so that both compare with it.
+            # k3 of KL(μ || π), as in the metrics of the step, so that they can be compared.
             mismatch_kl = (log_ratio.expm1() - log_ratio).sum()
             metrics.add_mean(f"router/mismatch_kl_{name}", mismatch_kl, number)
 
@@ -425,7 +425,6 @@ class BatchUpdate:
         with ``minibatch/N/...`` for each."""
         metrics = dict(self.step_metrics[0])
         number = len(self.step_metrics)
-
         if number > 1:
             metrics = summarize(self.sums, self.trainer.config.epochs)
             # Norms and skips belong to one optimizer step each, so they are averaged.

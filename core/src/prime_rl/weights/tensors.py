@@ -66,20 +66,24 @@ def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         numbers[name] = torch.arange(*ends[-2:], dtype=torch.int32).view(shape)
 
     pieces: list[list[Piece]] = [[] for _ in tensors]
+
     sources = whole(tensors)
     with suppress(ValueError, RuntimeError):  # a conversion that needs whole rows
         for name, values in revert_weight_conversion(model, numbers).items():
             flat = values.flatten()
             first = int(flat[0])
             place = bisect(ends, first) - 1
+            # Elements in another order are no piece. Their tensor stays whole (below).
             if flat.equal(torch.arange(first, first + len(flat), dtype=torch.int32)):
                 source = sources[place].source
                 width = sources[place].shape[-1:]
+                # Two numbers represent each row.
                 start = (first - ends[place]) // 2 * math.prod(width)
                 pieces[place].append(
                     Piece(name, source, start=start, shape=(*values.shape[:-1], *width))
                 )
 
+    # A tensor is cut into all its pieces or stays whole: engines need every element.
     for each, of_source in zip(sources, pieces, strict=True):
         if sum(math.prod(piece.shape) for piece in of_source) != math.prod(each.shape):
             of_source[:] = [each]

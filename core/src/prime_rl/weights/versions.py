@@ -64,8 +64,11 @@ async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf
         following = weights.directory.with_name(f"step_{weights.version + 1}")
         if STABLE in names_in(following):
             raise EngineError(f"version {weights.version} was never written: the next is there")
+
+        # Once the next version has begun, the trainer would write that one instead.
         if following.name not in names_in(following.parent):
             want_files(weights.directory.parent)
+
         if time.monotonic() > deadline:
             raise EngineError(
                 f"the trainer has not written version {weights.version} within {within:g} s; it "

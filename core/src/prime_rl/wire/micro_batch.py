@@ -160,6 +160,7 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
         for name, data in _wire_columns(micro_batch):
             buffers.append(data.tobytes())
             columns.append(_Column(name, data.nbytes))
+
         num_tokens = len(micro_batch)
         num_sequences = micro_batch.num_sequences
         rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
@@ -183,9 +184,11 @@ def _wire_columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[An
             # The mask goes as bits, an eighth of its bytes.
             is_mask = name == "loss_mask"
             yield name, np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
+
     for name, column in micro_batch.streams.items():
         dtype = "<f4" if column.dtype.kind == "f" else "<i4"
         rows = "*" if column.ndim == 2 else ""
+        # Routes keep the engine's type, one or two bytes each.
         if column.dtype.kind == "u":
             dtype = column.dtype.newbyteorder("<").str
             rows = f"*{column.shape[2]}"
@@ -200,6 +203,7 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
     view = memoryview(frame).cast("B")
     header, offset = _read_header(view)
     rows = []
+
     numbers = header.minibatches or [0] * len(header.rows)
     if len(numbers) != len(header.rows):
         raise WireError(
@@ -233,6 +237,7 @@ def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
     # A stream of several values per token: their number follows from the bytes.
     if kind in ("<f4*", "<i4*") and len(data) % max(4 * expected, 1) == 0:
         return np.frombuffer(data, dtype).reshape(expected, -1 if expected else 0)
+
     if kind.startswith(("|u1*", "<u2*")):
         return _rows_of_routes(name, data, num_tokens=expected)
     if name == "loss_mask":
@@ -281,6 +286,7 @@ def _build(fields: dict[str, Any], row: _Row) -> MicroBatch:
 def _read_header(view: memoryview) -> tuple[_Header, int]:
     if len(view) < _PREFIX.size:
         raise WireError(f"micro batch frame is truncated: {len(view)} bytes")
+
     magic, version, size = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise WireError(

@@ -95,6 +95,7 @@ class FrameSender:
         self._trainer = trainer
         self.hwm = launch.transport_hwm
         _, secret = sender_keys()
+
         self._context = zmq.asyncio.Context()
         self._outboxes: list[Outbox] = []
         self._news = News()
@@ -105,6 +106,7 @@ class FrameSender:
             socket.maxmsgsize = MOST_ASKED
             socket.curve_server = 1
             socket.curve_secretkey = secret
+
             address = f"tcp://{launch.transport_host}:{port}"
             try:
                 socket.bind(address)
@@ -122,7 +124,9 @@ class FrameSender:
         if not self._serving:
             self._serving = [asyncio.create_task(outbox.serve()) for outbox in self._outboxes]
             self._serving += [asyncio.create_task(outbox.watch()) for outbox in self._outboxes]
+
         for outbox, frame in zip(self._outboxes, frames, strict=True):
+            # With this frame at most `hwm` are unread.
             await outbox.wait(self.hwm - 1)
             await outbox.put(sealed(frame))
 
@@ -136,8 +140,10 @@ class FrameSender:
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await outbox.wait(0)
                 except TimeoutError:
+                    # A frame read or a beat restarts the timeout: a step may be long.
                     if (outbox.num_unread, self._last_beat()) != before:
                         continue
+
                     raise WireError(
                         "the trainer has not read its last micro batches from "
                         f"{outbox.address}, and has given no sign of life for "
@@ -165,6 +171,7 @@ class News:
         self._changed = asyncio.Event()
 
     def hear(self, version: int) -> None:
+        # Announcements use separate connections, so an older one may arrive last.
         self._version = max(self._version, version)
         self._changed.set()
 
@@ -173,6 +180,7 @@ class News:
         if self._version > after:
             await asyncio.sleep(SHOWN_SECONDS)
             return
+
         self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_SECONDS):
@@ -187,11 +195,13 @@ class Outbox:
         self.address = address
         self._strangers = socket.get_monitor_socket(STRANGERS)
         self._news = news
+
         self._unread: deque[bytes] = deque()
         self._num_read = 0
         self._peer = b""
         self._sent = -1
         """The connection that asked last, and the last frame that it got."""
+
         self._read = asyncio.Condition()
         self._failure: Exception | None = None
         """What ended ``serve``."""
@@ -233,10 +243,12 @@ class Outbox:
                 continue
 
             (number,) = asked
+            # The frame on the old connection may be lost, so it is sent again on this one.
             if peer != self._peer:
                 self._peer = peer
                 self._sent = -1
 
+            # A request for frame n confirms the frames before it.
             while self._unread and self._num_read < int(number):
                 self._unread.popleft()
                 self._num_read += 1
@@ -248,6 +260,7 @@ class Outbox:
     async def _answer(self) -> None:
         """Send the next frame, unless this connection has got it."""
         if self._peer and self._unread and self._sent < self._num_read:
+            # Set before the await: `put` and `_serve` must not both send the frame.
             self._sent = number = self._num_read
             message = [self._peer, b"%d" % number, self._unread[0]]
             await self._socket.send_multipart(message, copy=False)
@@ -282,6 +295,7 @@ class FrameReceiver:
             now = time.monotonic()
             if now >= self._asked + ASK_SECONDS:
                 self._ask()
+
             if not self._socket.poll(int(1000 * max(0.0, min(end - now, ASK_SECONDS)))):
                 if now >= end:
                     return None
@@ -289,7 +303,7 @@ class FrameReceiver:
 
             number, frame = self._socket.recv_multipart(copy=False)
             if int(number.bytes) == self._next:  # otherwise it came on two connections
-                self._next += 1
+                self._next += 1  # the next request confirms it
                 self._ask()
                 return unsealed(frame.buffer)
 

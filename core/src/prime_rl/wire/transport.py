@@ -106,12 +106,14 @@ class FileSender:
         # Without this limit, an orchestrator that is faster would fill the disk with old batches.
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
+
         # Under another name until it is whole: a reader must not find half of a step.
         unfinished = self.directory / f".step_{step}"
         try:
             unfinished.mkdir(exist_ok=True)
             for rank, frame in enumerate(frames):
                 _frame_path(unfinished, rank).write_bytes(sealed(frame))
+
             # A process of an earlier attempt must not send after the run has started again.
             check_current()
             unfinished.rename(self.directory / f"step_{step}")

@@ -149,13 +149,13 @@ class Admission:
         chosen before and on what was lost, but not on how fast the groups are."""
         taken = at.num_buffered + self._coming(self.tickets.members)
         place = at.step + int((taken + TOLERANCE) // self.batch_size)
-        # A group chosen now starts from this version at the latest: what is later cannot train it.
+        # No group is requested for a batch beyond the bound.
         last = min(at.version + 1 + self.max_off_policy_steps, self._max_steps)
         return max(at.step, min(place, last))
 
     def is_near(self, ticket: Ticket, at: Standing) -> bool:
         """Whether the group that was chosen last may open."""
-        # Without the group itself: what counts is what is chosen before it.
+        # The group's own places do not count, only those of groups before it.
         before = self._coming(self.tickets.members) - self._places(ticket.env_name, ticket.size)
         return self._room(at, self.leads.lead(ticket.env_name), before) > 0
 
@@ -169,11 +169,12 @@ class Admission:
 
         coming = 0.0
         left = len(self.tickets.unopened)
+
         for ticket in [*self.tickets.all.values()]:
             if not left or coming >= most:
                 return
 
-            # Whether it is open or not, each ticket keeps its places.
+            # Each ticket takes its places, whether it is open or not.
             if ticket.opened_at is None:
                 left -= 1
                 if coming < needed[ticket.env_name] - TOLERANCE:
@@ -219,7 +220,7 @@ class Admission:
     def _handed_on(self, at: Standing) -> tuple[list[Ticket], Wait]:
         """Also what the trainer waits for if the batch is not full yet."""
         if self.in_order:
-            # Those that were handed on stay in the prefix until they are taken in.
+            # Tickets that were handed on stay in the prefix until they are taken in.
             prefix = takewhile(
                 lambda ticket: ticket.is_complete,
                 (t for t in self.tickets.all.values() if t.opened_at is not None),
@@ -231,12 +232,12 @@ class Admission:
         if at.step > at.version + 2:
             return [], Wait("training")  # one complete batch beyond the one in training is enough
 
-        # What was handed on and is not buffered yet takes places too.
+        # Groups that were handed on and are not buffered yet take places too.
         left = self.batch_size - at.num_buffered - self._coming(self.tickets.passed)
         if left <= 0:
             return [], Wait("starved")
 
-        # Sorted, for `_by_last_batch` adds them up from the oldest version on.
+        # Versions are sorted, because `_by_last_batch` adds up their places from the oldest on.
         reserved = {v: self._coming(c) for v, c in sorted(self.tickets.by_version.items())}
         chosen: list[Ticket] = []
         refused = {"held": 0.0, "starved": 0.0}
@@ -245,6 +246,7 @@ class Admission:
         """Places of the smallest group that had to wait for an older one: so have younger ones."""
         overtaken: Wait | None = None
         waiting = sorted(self.tickets.complete.values(), key=self._deadline)
+
         for ticket in waiting:
             if left <= 0:
                 break
@@ -271,7 +273,7 @@ class Admission:
 
             chosen.append(ticket)
             left -= places
-            # It has its place: none has to be kept for it any more.
+            # This group has its place now, so none has to be reserved for it.
             if ticket.ages:
                 reserved[ticket.policy_version] -= places
 
@@ -297,6 +299,7 @@ class Admission:
         left = self.batch_size - at.num_buffered - self._coming(self.tickets.passed)
         due = []
         others = []
+
         for ticket in self.tickets.all.values():
             if ticket.handed_on or ticket.opened_at is None:
                 continue
@@ -361,7 +364,7 @@ class Admission:
         older = 0.0
         for version, needed in reserved.items():
             older += needed
-            # The batch that is being filled may be the last one, or the one after it.
+            # A version that is too old already is due in the batch that is being filled.
             last_batch = max(version + self.max_off_policy_steps + 1, at.step)
             yield version, older, left + (last_batch - at.step) * self.batch_size
 
@@ -372,7 +375,7 @@ class Admission:
 
         ahead = 0.0
         first = None
-        # These were chosen before it, and have not been handed on.
+        # Tickets that come first here were chosen before `ticket`.
         for other in self.tickets.all.values():
             if other.handed_on or other.number in chosen:
                 continue
@@ -381,7 +384,7 @@ class Admission:
 
             first = first or other.env_name
             ahead += self._places(other.env_name, other.size)
-            # One group is always allowed: it may be larger than that share of a batch.
+            # One group may always overtake, even if it is larger than that share of a batch.
             if ahead > max(AHEAD * self.batch_size, other.size * self._unit(other.env_name)):
                 return first
 

@@ -62,7 +62,7 @@ class Survival:
         self._ended = np.sort(ended)
         self._longest = everything[-1] if len(everything) else 0.0
 
-        # The product of (1 - 1 / number at risk) over the groups that ended before.
+        # Kaplan-Meier: the product of (1 - 1 / number at risk) over the groups that ended before.
         at_risk = len(everything) - np.searchsorted(everything, self._ended, side="left")
         # Equal durations leave one after the other, so that each factor is a single departure.
         ties = np.arange(len(ended)) - np.searchsorted(self._ended, self._ended, side="left")

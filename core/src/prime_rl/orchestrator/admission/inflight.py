@@ -56,7 +56,7 @@ def inflight_limit(
         return InflightLimit(synchronous, "one batch, since max_off_policy_steps = 0")
 
     known = [capacity for capacity in capacities if capacity is not None]
-    # One engine that does not say leaves the sum unknown.
+    # The sum is known only if every engine tells its capacity.
     if known and len(known) == len(capacities):
         number = ceil(sum(known) * (1 + QUEUE))
         return InflightLimit(

@@ -132,12 +132,13 @@ class Leads:
         if self._most < 2 or not pace.last_seconds or not training:
             return
 
-        # Measured steps do not count: they are long because a lead is short.
+        # In units of the shortest step: measured steps are longer where a lead is too short.
         least = float(self.least_step.intervals(training, version)[0].mean())
         wanted = {env: min(self.by_durations.get(env, 1.0), self._most) for env in self.durations}
         for env, lead in wanted.items():
-            # At a limit, a larger margin would change nothing.
+            # A lead at its limit does not depend on its margin, so the margin stays.
             if lead <= self.reach.limit and lead < self._most:
+                # The trainer waited for groups of any env, or for groups of this one.
                 starved = pace.last_starved.get(None, 0.0) + pace.last_starved.get(env, 0.0)
                 starved -= pace.last_made_up
                 margin = self.margins.get(env, MARGIN) + GAIN * (starved / least - PRICE)
@@ -241,7 +242,6 @@ class Leads:
 
         # By chance, more or fewer of the groups that were opened will be out than usual. The
         # difference is made up for.
-
         usual = float(survival.beyond(since_opened + step).sum())
         before = survival.beyond(inflight)
         after = survival.beyond(inflight + step)
@@ -260,7 +260,7 @@ class Leads:
         """Where a batch counts tokens, the number follows from the shares of the envs."""
         total = self._chosen_members.total()
         if not total:
-            # Nothing was chosen yet: the estimate for an env that has not been seen.
+            # Before the first choice, the estimate is that of an env without any rollout.
             return self._batch_size / self._unit("")
         places = sum(n * self._unit(env) for env, n in self._chosen_members.items())
         return self._batch_size * total / places

@@ -114,9 +114,9 @@ class Pace:
     def version_served(self, version: int, now: float) -> None:
         """The trainer has made ``version`` out of the batch of that number."""
         if self._version is not None and version > self._version:
-            # Engines skip versions, so the seconds may be those of several steps.
+            # Engines may skip versions, so the elapsed time is divided by the number of steps.
             steps = version - self._version
-            # It had both, its last step behind it and the batch, only from here on.
+            # The trainer began when the version before was there, and the batch too.
             began = max(self._served_at, self._sent_at.get(version, self._served_at))
             self._training.append(max(now - began, 0.0) / steps)
             self._cycles.append((now - self._served_at) / steps)
@@ -140,12 +140,13 @@ class Pace:
         self.spent[before.cause] += elapsed
         self.load.add(before.cause, elapsed)
         self.count(inflight, now)
+
         if before.cause == "starved":
             self._starved[before.env] = self._starved.get(before.env, 0.0) + elapsed
         elif before.cause == "held" and elapsed:
             env = before.env or ""
             self.held[env] = self.held.get(env, 0.0) + elapsed
-            # Had these steps been shorter, the trainer would have been held for this group anyway.
+            # If these steps had been shorter, the wait for this group would be longer.
             for version in [each for each in self._not_made_up if each > before.version]:
                 self._made_up += self._not_made_up.pop(version)
 

@@ -193,10 +193,11 @@ class Reach:
 
         # The run may have changed since the last trial, or in the middle of it.
         pays = self._failed is not None and block.exceeds(self._failed, 1.0 / (1.0 - PAYS))
-        # What earlier trials found no longer holds.
         if pays or (self._result is not None and block.differs(self._result)):
+            # The results of earlier trials no longer hold.
             self._result = None
             self._hold = 0
+
         self._failed = None
         self._before = None
         self._last = block
@@ -231,6 +232,7 @@ class Reach:
 
     def _choose(self, block: Judged, lead: float, load: Load) -> None:
         """The limit of the next block."""
+        # Few rollouts are in flight, or their limit is reached: a longer lead cannot make a queue.
         if load.is_starved and (load.has_room or load.is_limited):
             self._hold = 0
             self._set(inf, lead)
@@ -240,10 +242,10 @@ class Reach:
 
         reached = min(self.limit, lead)
         has_no_batch = load.starved + load.held > WORTH * load.seconds
+
         if load.is_starved and lead > self.limit and not self._falls:
             trial = self._more * self.limit
-
-        # The trainer lacks batches although groups queue: a shorter lead may cost nothing.
+        # The trainer waits although groups queue, so a shorter lead may cost nothing.
         elif (
             has_no_batch
             and reached > 1.0 + LITTLE

@@ -119,7 +119,7 @@ class Tickets:
             self._count_version(ticket, -ticket.size)
 
     def _count_version(self, ticket: Ticket, members: int) -> None:
-        # What has no version, and what does not age, has no last batch.
+        # Tickets without a version, and those that do not age, have no last batch.
         if not ticket.ages or ticket.opened_at is None:
             return
         of_version = self.by_version.setdefault(ticket.policy_version, Counter())
