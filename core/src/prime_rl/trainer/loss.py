@@ -119,7 +119,7 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     # The denominators are those of the whole step: every rank needs the others' counts before its
     # first backward pass.
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
-    parts = context.by_row(parallel.gather((sent, sum(map(len, micro_batches)))))
+    parts = context.one_per_row(parallel.gather((sent, sum(map(len, micro_batches)))))
 
     tokens = Counter()
     sequences = Counter()
