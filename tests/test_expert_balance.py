@@ -3,6 +3,7 @@ transformers' own loss of a whole model."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,20 +44,51 @@ def test_balance_and_its_gradient_are_those_worked_out_by_hand() -> None:
     values, chosen = scores.topk(1)
     for again in (False, True):  # a block that is computed again counts once
         seen = balance.watch(
-            balance_mixture(), scores, chosen=chosen, values=values, present=None, again=again
+            balance_mixture(), scores, chosen=chosen, values=values, num_owners=None, again=again
         )
         assert torch.equal(seen, values)
     (gradient,) = torch.autograd.grad((seen * torch.tensor([[10.0], [20.0]])).sum(), scores)
     torch.testing.assert_close(gradient, torch.tensor([[10.75, 0.0], [20.75, 0.0]]))
+    balance.end_step()
     found = balance.metrics()
     assert found == pytest.approx(
         {"router/balance": 1.4, "router/load/max": 2, "router/load/min": 0}
-        | {"router/load/unused": 0.5}
+        | {"router/load/unused": 0.5, "router/load/entropy": 0}
+        | {"router/load/0/max": 2, "router/load/0/unused": 0.5, "router/load/0/entropy": 0}
     )
+    assert balance.table() == {"layers": [0], "choices": [[2, 0]]}
 
 
-def balance_mixture() -> Mixture:
-    return Mixture(number=0, layer=0, name="m", num_experts=2, top_k=1)
+def balance_mixture(number: int = 0, layer: int = 0) -> Mixture:
+    return Mixture(number=number, layer=layer, name="m", num_experts=2, top_k=1)
+
+
+def test_each_layer_has_a_load_of_its_own_over_all_optimizer_steps() -> None:
+    """Four tokens. Layer 1: three choices of the first expert, one of the second: shares 3/4 and
+    1/4, so the first has 1.5 times an equal share, and the entropy is (3/4 ln 4/3 + 1/4 ln 4) / ln
+    2 = 0.8113. Layer 3: two each. The second optimizer step adds as much again."""
+    mixtures = [balance_mixture(0, 1), balance_mixture(1, 3)]
+    balance = ExpertBalance(mixtures, coefficient=0.0, device=CPU)
+    for step in (1, 2):
+        for mixture, chosen in zip(mixtures, ([0, 0, 0, 1], [0, 1, 1, 0]), strict=True):
+            experts = torch.tensor(chosen)[:, None]
+            scores = torch.full((4, 2), 0.5)
+            balance.watch(
+                mixture, scores, experts, values=scores[:, :1], num_owners=None, again=False
+            )
+        balance.end_step()
+        assert balance.table() == {
+            "layers": [1, 3],
+            "choices": [[3 * step, step], [2 * step, 2 * step]],
+        }
+    entropy = (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(2)
+    assert entropy == pytest.approx(0.8113, abs=1e-4)
+    assert balance.metrics() == pytest.approx(
+        {"router/load/1/max": 1.5, "router/load/1/unused": 0, "router/load/1/entropy": entropy}
+        | {"router/load/3/max": 1.0, "router/load/3/unused": 0, "router/load/3/entropy": 1}
+        | {"router/load/max": 1.5, "router/load/min": 0.5, "router/load/unused": 0}
+        | {"router/load/entropy": (entropy + 1) / 2, "router/balance": 1}
+    )
 
 
 def test_scores_that_are_no_probabilities_count_by_their_softmax() -> None:
@@ -65,13 +97,13 @@ def test_scores_that_are_no_probabilities_count_by_their_softmax() -> None:
     logits = torch.tensor([[np.log(3.0), 0.0], [-np.log(3.0), 0.0]], dtype=torch.float32)
     values, chosen = logits.topk(1)
     seen = balance.watch(
-        balance_mixture(), logits, chosen=chosen, values=values, present=None, again=False
+        balance_mixture(), logits, chosen=chosen, values=values, num_owners=None, again=False
     )
     assert seen is values
-    assert balance.metrics() == pytest.approx(
-        {"router/balance": 1.0, "router/load/max": 1, "router/load/min": 1}
-        | {"router/load/unused": 0.0}
-    )
+    balance.end_step()
+    found = balance.metrics()
+    assert found["router/balance"] == pytest.approx(1.0)
+    assert (found["router/load/max"], found["router/load/min"]) == (1, 1)
 
 
 def test_padding_does_not_count() -> None:
@@ -80,15 +112,67 @@ def test_padding_does_not_count() -> None:
     balance.num_tokens = 8
     scores = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9]], requires_grad=True)
     values, chosen = scores.topk(1)
-    present = torch.tensor([True, True, False])
+    num_owners = torch.tensor([1, 1, 0])
     seen = balance.watch(
-        balance_mixture(), scores, chosen=chosen, values=values, present=present, again=False
+        balance_mixture(), scores, chosen=chosen, values=values, num_owners=num_owners, again=False
     )
     (gradient,) = torch.autograd.grad(seen.sum(), scores)
     expected = torch.tensor([[1.75, 0.0], [1.75, 0.0], [0.0, 1.0]])
     torch.testing.assert_close(gradient, expected)
+    balance.end_step()
     found = balance.metrics()
     assert found["router/balance"] == pytest.approx(1.4) and found["router/load/max"] == 2
+
+
+def test_a_prompt_that_several_sequences_share_counts_for_each(tmp_path: Path) -> None:
+    """The choices are those of transformers for each sequence alone, and the balance is that of a
+    row in which no prompt is shared. A sequence's last token predicts nothing: it is not computed
+    where prompts are shared."""
+    BY_NAME["Qwen3-MoE"].write(tmp_path)
+    prompt = [5, 9, 3, 7]
+    sequences = [[*prompt, 11, 2], [*prompt, 30, 31, 32], [8, 4]]
+    config = TrainerConfig(device="cpu")
+    model = load_model(tmp_path, config)
+
+    def choices_of(documents: list[list[int]]) -> list[list[int]]:
+        counts = torch.zeros(2, model.config.num_experts, dtype=torch.int64)
+        for tokens in documents:
+            routers = model(input_ids=torch.tensor([tokens]), output_router_logits=True)
+            for number, logits in enumerate(routers.router_logits):
+                chosen = logits.topk(model.config.num_experts_per_tok).indices.flatten()
+                counts[number] += torch.bincount(chosen, minlength=counts.shape[1])
+        return counts.tolist()
+
+    row = joined([row_of(tokens) for tokens in sequences], num_prompt=4)
+    shared = trainer_of(tmp_path, expert_load=True, share_prompts=True)
+    shared.train_step(1, [row])
+    assert shared.policy.packing.name == "shared"
+    assert shared.policy.balance is not None
+    expected = choices_of([tokens[:-1] for tokens in sequences])
+    assert shared.policy.balance.table() == {"layers": [0, 1], "choices": expected}
+
+    apart = trainer_of(tmp_path, expert_load=True)
+    apart.train_step(1, [row])
+    assert apart.policy.balance is not None
+    assert apart.policy.balance.table()["choices"] == choices_of(sequences)
+
+
+def joined(rows: list[MicroBatch], num_prompt: int) -> MicroBatch:
+    """One row of several sequences. Those that are longer than ``num_prompt`` train after it."""
+    lengths = [len(row.token_ids) for row in rows]
+    first = [num_prompt if length > num_prompt else 1 for length in lengths]
+    masks = [np.arange(n) >= start for n, start in zip(lengths, first, strict=True)]
+    columns = {
+        name: np.concatenate([getattr(row, name) for row in rows])
+        for name in ("token_ids", "inference_logprobs", "advantages", "sequence_lengths")
+    }
+    return replace(
+        rows[0],
+        loss_mask=np.concatenate(masks),
+        temperatures=np.ones(len(rows), np.float32),
+        env_ids=np.zeros(len(rows), np.uint16),
+        **columns,
+    )
 
 
 def test_a_batch_in_which_no_row_trains_has_no_balance() -> None:
@@ -227,7 +311,9 @@ def test_routers_with_a_bias_have_a_load_and_no_balance(tmp_path: Path) -> None:
     ("name", "settings", "said"),
     [
         ("Qwen3", {"expert_load": True}, "has none. Leave them out"),
-        ("DeepSeek V3", {"balance_loss": 0.1}, "with a bias that balances them"),
+        ("Qwen3", {"balance_bias": 0.1}, "has none. Leave them out"),
+        ("DeepSeek V3", {"balance_loss": 0.1}, "Set trainer.balance_bias = 0.001 instead"),
+        ("Qwen3-MoE", {"balance_bias": 0.1}, "Set trainer.balance_loss = 0.001 instead"),
     ],
 )
 def test_models_without_a_balance_are_refused(
@@ -238,7 +324,9 @@ def test_models_without_a_balance_are_refused(
         trainer_of(tmp_path, **settings)
 
 
-@pytest.mark.parametrize("settings", [{"expert_load": True}, {"balance_loss": 0.01}])
+@pytest.mark.parametrize(
+    "settings", [{"expert_load": True}, {"balance_loss": 0.01}, {"balance_bias": 0.01}]
+)
 def test_compiled_blocks_would_hide_the_choices(settings: dict[str, Any]) -> None:
-    with pytest.raises((ConfigError, ValidationError), match="expert_load and balance_loss look"):
+    with pytest.raises((ConfigError, ValidationError), match="balance_loss and balance_bias"):
         TrainerConfig.model_validate({"compile": True, **settings})

@@ -36,8 +36,10 @@ MIXTURES = [
     for family in FAMILIES
     if family.name in ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V2", "DeepSeek V3", "GLM-4.5")
 ]
+WITH_BIASES = ("DeepSeek V3", "GLM-4.5")
 BIASED = "the routers of {model} rank experts with a bias"
 APART = "Leave trainer.context_parallel out, or train a model of another family"
+COUNTED = ("router/load", "router/balance", "router/bias")
 COMPARED = ("loss/mean", "loss/rl", "entropy/all/mean", "mismatch_kl/all/mean", "optim/grad_norm")
 
 
@@ -58,8 +60,7 @@ class Draw:
     def refusal(self) -> str:
         """A part of the error that this layout ends with; empty if it trains."""
         model = self.family.architecture
-        has_biases = self.family.name in ("DeepSeek V3", "GLM-4.5")
-        if has_biases and self.trainer["balance_loss"]:
+        if self.family.name in WITH_BIASES and self.trainer["balance_loss"]:
             return BIASED.format(model=model)
         # Rows of GPT-OSS are computed document by document, which ranks do not share.
         computes_apart = self.family.name == "GPT-OSS"
@@ -84,7 +85,9 @@ def drawn(number: int) -> Draw:
         "fused_lm_head": rng.random() < 0.5,
         "expert_load": rng.random() < 0.5,
     }
-    return Draw(number=number, family=MIXTURES[number % len(MIXTURES)], trainer=trainer)
+    family = MIXTURES[number % len(MIXTURES)]
+    trainer["balance_bias"] = rng.choice([0.0, 0.01]) if family.name in WITH_BIASES else 0.0
+    return Draw(number=number, family=family, trainer=trainer)
 
 
 DRAWS = [drawn(number) for number in range(NUM_DRAWS)]
@@ -164,7 +167,7 @@ def test_four_ranks_train_what_one_rank_trains(runs: Path, draw: Draw) -> None:
     assert len(lines) == ranks_cases.LAST
     for expected, line in zip(metrics, lines[: len(metrics)], strict=True):
         found = line["metrics"]
-        counted = [name for name in expected if name.startswith(("router/load", "router/balance"))]
+        counted = [name for name in expected if name.startswith(COUNTED)]
         for key in (*COMPARED, *counted):
             if key in expected:
                 assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
@@ -175,6 +178,9 @@ def test_four_ranks_train_what_one_rank_trains(runs: Path, draw: Draw) -> None:
     weights = dict(trainer.model.named_parameters())
     for name, parameter in published.named_parameters():
         torch.testing.assert_close(parameter, weights[name], rtol=0, atol=2e-6, msg=name)
+    buffers = dict(trainer.model.named_buffers())
+    for name, buffer in published.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=1e-7, msg=name)
     moved = [float((weights[name] - start[name]).abs().max().detach()) for name in start]
     assert max(moved) > 1e-4
 

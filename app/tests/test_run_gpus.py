@@ -17,7 +17,7 @@ from prime_rl_app.children import LocalLauncher
 from prime_rl_app.config import load_config
 from prime_rl_app.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks
 from prime_rl_app.placement import _engine_tasks, _trainer_tasks
-from prime_rl_app.resolve import check_layout
+from prime_rl_app.resolve import check_layout, check_routers
 
 
 @pytest.fixture
@@ -254,6 +254,50 @@ def test_ranks_that_cannot_share_the_experts_are_refused_before_the_start(
     reason = layout_refused(tmp_path, table, ranks, **tables)
     assert said in reason
     assert bool(reason) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "key", "said"),
+    [
+        ("mlp.gate.e_score_correction_bias", "balance_bias", ""),
+        ("feed_forward.expert_bias", "balance_bias", ""),
+        ("mlp.gate.bias", "balance_bias", ""),  # the name in the files of some families
+        ("mlp.gate.weight", "balance_bias", "Set trainer.balance_loss = 0.001 instead"),
+        ("mlp.gate.weight", "balance_loss", ""),
+        (
+            "mlp.gate.e_score_correction_bias",
+            "balance_loss",
+            "balance_bias = 0.001 instead",
+        ),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_routers_that_cannot_be_balanced_so_are_refused_before_the_start(
+    tmp_path, tensor, key, said, sharded
+):
+    name = f"model.layers.1.{tensor}"
+    (tmp_path / "config.json").write_text("{}")
+    if sharded:
+        index = {"weight_map": {name: "model-00001-of-00001.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+        file = len(header).to_bytes(8, "little") + header
+        (tmp_path / "model.safetensors").write_bytes(file)
+
+    asked = config(model__name=str(tmp_path), **{f"trainer__{key}": 0.1})
+    if not said:
+        check_routers(asked, Hooks())
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_routers(asked, Hooks())
+    assert said in str(caught.value)
+
+
+def test_the_routers_of_a_model_that_is_not_there_yet_are_left_to_the_trainer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    check_routers(config(model__name=str(tmp_path), trainer__balance_bias=0.1), Hooks())
 
 
 def test_experts_of_a_model_that_has_none_are_refused_before_the_start(tmp_path):

@@ -258,7 +258,8 @@ def test_a_run_that_goes_on_has_a_new_attempt_and_forgets_what_came_after(tmp_pa
     for step in (2, 4, 6):
         checkpoint(run_dir, step, asked)
     lines = "".join(json.dumps({"step": n}) + "\n" for n in (1, 2, 3, 4, 5, 4, 6)) + '{"step": 3'
-    for name in ("metrics.jsonl", "trainer.jsonl"):
+    files = ("metrics.jsonl", "trainer.jsonl", "expert_load.jsonl")
+    for name in files:
         (run_dir / name).write_text(lines)
     for n in (3, 4, 5):
         (run_dir / "broadcasts" / f"step_{n}").mkdir()
@@ -272,7 +273,7 @@ def test_a_run_that_goes_on_has_a_new_attempt_and_forgets_what_came_after(tmp_pa
         assert (again, resumed.step) == (run_dir, 4)
         with pytest.raises(ConfigError, match="another process runs this run"), held(run_dir):
             pass
-    for name in ("metrics.jsonl", "trainer.jsonl"):
+    for name in files:
         kept = [json.loads(line)["step"] for line in (run_dir / name).read_text().splitlines()]
         assert kept == [1, 2, 3, 4, 4]
     assert sorted(os.listdir(run_dir / "broadcasts")) == ["step_3", "step_4"]

@@ -31,7 +31,7 @@ class Foreign(NamedTuple):
 DROPOUT = "the trainer has no dropout: tokens are sampled without it"
 MOE = "trainer.expert_parallel = true spreads the experts over all ranks of a copy (dp_replicate)"
 ROUTER = "the run spreads its requests over the replicas by itself"
-DISAGGREGATED = "prefill and decode on separate engines is not supported"
+DISAGGREGATED = "no prefill and decode on separate engines (docs/vllm.md); set inference.replicas"
 OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
 ONE_DATA_SET = "[sft] trains on one data set; join them before"
 PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
@@ -135,7 +135,7 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     "inference.deployment.**": Foreign(None, DISAGGREGATED),
     "inference.router.**": Foreign(None, ROUTER),
-    "inference.kv_cache_offload.**": Foreign(None, "the KV cache stays on the GPU"),
+    "inference.kv_cache_offload.**": Foreign(None, "set inference.vllm.kv_offloading_size (GiB)"),
     # Weights and batches on their way.
     "weight_broadcast.host": Foreign(None, "the address comes from the launcher"),
     "weight_broadcast.port": Foreign(None, "a free port is chosen"),

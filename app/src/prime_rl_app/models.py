@@ -105,6 +105,22 @@ def model_path(config: ModelSource, hooks: Hooks, cache: Path | None = None) -> 
     return str(path), not (path / READY).exists()
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The tensors of a model's folder, as its files call them; none if they cannot be read."""
+    names: list[str] = []
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        for path in folder.glob("model*.safetensors"):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                names += json.loads(file.read(length))
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return names
+
+
 def check_made(config: ModelSource, hooks: Hooks) -> None:
     """Raises ``ConfigError`` if the model has to be made here and cannot be."""
     maker = build_model_maker(config, hooks)

@@ -18,7 +18,7 @@ from prime_rl import Algorithm, Engine, PluginConfig
 from prime_rl.config.contract import FrozenModel
 from prime_rl.config.orchestrator import EnvConfig, SourceTable
 from prime_rl.config.run import FILES, RunConfig
-from prime_rl.config.trainer import EXPERT_KEYS
+from prime_rl.config.trainer import EXPERT_KEYS, ROUTER_BIASES
 from prime_rl.entries import disabled, installed_entries, names_of
 from prime_rl.env.rendering import number_in_config
 from prime_rl.errors import ConfigError, PluginError
@@ -63,7 +63,7 @@ from prime_rl_app.env_checks import (
     earlier_weights,
 )
 from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_ranks
-from prime_rl_app.models import build_model_maker, model_path
+from prime_rl_app.models import build_model_maker, model_path, tensor_names
 
 if TYPE_CHECKING:
     from prime_rl_app.resume import ResumePlan
@@ -252,6 +252,11 @@ def check_tuning(resolved: Resolved) -> None:
                 "policy (orchestrator.past) are kept as whole models. Train all weights, or leave "
                 'out model = "past" and algorithms that read host.past.'
             )
+        if resolved.config.trainer.balance_bias:
+            raise ConfigError(
+                f"trainer.balance_bias is set, and adapters (trainer.{resolved.tuning.name}) are "
+                "published without the biases of routers. Leave one of them out."
+            )
         path, _ = model_path(resolved.config, resolved.hooks)
         resolved.tuning.check(Path(path))
 
@@ -315,6 +320,7 @@ def _check_deployment(resolved: Resolved) -> None:
     ranks = num_ranks(config, gpus)
     _check_ports(resolved, ranks)
     check_layout(config, resolved.hooks, ranks)
+    check_routers(config, resolved.hooks)
     if config.inference.base_url is not None or not config.has_engines:
         return
     engine = resolved.engine
@@ -341,6 +347,32 @@ def check_layout(config: RunConfig, hooks: Hooks, ranks: int) -> None:
     if experts is None and heads is not None and not _speaks_of_experts(Path(path)):
         experts = 0
     trainer.check_layout(config.model.name, num_ranks=ranks, num_heads=heads, num_experts=experts)
+
+
+def check_routers(config: RunConfig, hooks: Hooks) -> None:
+    """The routers can be balanced as the trainer is to, as far as the model's files say. Raises
+    ``ConfigError``."""
+    trainer = config.trainer
+    if not (trainer.balance_loss or trainer.balance_bias):
+        return
+    path, _ = model_path(config, hooks)
+    names = tensor_names(Path(path))
+    biases = [name for name in names if name.endswith(ROUTER_BIASES)]
+    if trainer.balance_loss and biases:
+        raise ConfigError(
+            f"trainer.balance_loss: the routers of {config.model.name!r} rank experts with a bias "
+            f"that balances them ({biases[0]}), and there is no probability to even out. Set "
+            "trainer.balance_bias = 0.001 instead."
+        )
+
+    # Some families call it so in their files; the trainer finds the buffer or refuses.
+    may_be_biases = [name for name in names if name.endswith("gate.bias")]
+    if trainer.balance_bias and names and not (biases or may_be_biases):
+        raise ConfigError(
+            f"trainer.balance_bias: no router of {config.model.name!r} has a bias (expected a "
+            f"tensor named {' or '.join(ROUTER_BIASES)}, as DeepSeek V3 and GLM-4.5 have). Set "
+            "trainer.balance_loss = 0.001 instead, if the model is a mixture."
+        )
 
 
 def _speaks_of_experts(path: Path) -> bool:

@@ -189,7 +189,7 @@ def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
     """Remove what a run wrote after step ``step``. Later checkpoints go first: if the process dies
     in between, ``latest`` is already the right checkpoint. ``kept``: processes that go on."""
     _abandon(run_dir, step)
-    for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
+    for name in ("metrics.jsonl", "trainer.jsonl", "expert_load.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "eval_rollouts", "token_exports"):
         _remove_steps(run_dir / folder, after=step)

@@ -221,6 +221,14 @@ def test_each_setting_that_does_so_is_noted_by_itself():
             r"hf_overrides\.quantization_config: is \{'quant_method'",
         ),
         ({"load_format": "dummy"}, "load_format: is 'dummy'; the first rollouts"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}},
+            "kv_transfer_config: keys and values would come from another server or a store",
+        ),
+        (
+            {"kv_offloading_size": 8, "kv_offloading_backend": "lmcache"},
+            "kv_offloading_backend: keys and values would come from another server or a store",
+        ),
         ({"watermark_config": {"key": 5}}, "watermark_config: tokens would be chosen by a key"),
     ],
 )
@@ -233,6 +241,16 @@ def test_an_engine_of_a_run_samples_the_policy_that_is_trained(arguments, messag
     assert engine.command(LAUNCH).argv  # frozen
     with pytest.raises(ConfigError, match=message):
         engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
+
+
+@pytest.mark.parametrize("backend", [{}, {"kv_offloading_backend": "native"}])
+def test_keys_and_values_in_the_engines_own_host_memory_may_be_a_runs(backend):
+    """vLLM finds them by the salted hashes of its prefix cache, and they end with the process."""
+    from dataclasses import replace
+
+    engine = Vllm(config(kv_offloading_size=8, **backend))
+    command = engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
+    assert parse(command.argv[4:]).settings.arguments["kv_offloading_size"] == 8
 
 
 def test_weights_that_vllm_rounds_anew_at_every_update_may_be_a_runs():

@@ -150,6 +150,8 @@ class ReferenceResetConfig(Settings):
     rate goes on (``trainer.scheduler``)."""
 
 
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the bias with which a router ranks experts, and which has no gradient."""
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a model's ``config.json`` for the number of experts of a layer, by family."""
 
@@ -218,10 +220,17 @@ class TrainerConfig(PluginTable):
     by the two, which is most of a mixture's ``mismatch_kl``. Decoder blocks are not compiled."""
     expert_load: bool = False
     """For a mixture of experts: metrics of how evenly tokens are spread over the experts
-    (``router/load/...``). Decoder blocks are not compiled."""
+    (``router/load/...``), and how often each expert of each layer was chosen
+    (``expert_load.jsonl``). Decoder blocks are not compiled."""
     balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """For a mixture of experts: this times the mean of ``router/balance`` is added to the loss, so
-    that routers choose experts equally often. 0: not. Includes ``expert_load``."""
+    that routers choose experts equally often. 0: not. Includes ``expert_load``. Not of routers
+    with a bias (``balance_bias``)."""
+    balance_bias: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """For a mixture whose routers rank experts by score plus bias (DeepSeek V3, GLM-4.5): after
+    each optimizer step the bias of an expert rises by this if it was chosen less often than the
+    mean, and falls by it if more often. 0: biases stay. Includes ``expert_load``. Not with
+    adapters, which have no biases."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if present."""
     num_ranks: PositiveInt | None = None
@@ -293,9 +302,9 @@ class TrainerConfig(PluginTable):
             )
         if self.watches_experts and self.compile is True:
             raise ConfigError(
-                "trainer.compile is true, and trainer.expert_load and balance_loss look at the "
-                "choices of the routers inside the decoder blocks, which a compiled graph would "
-                "not show. Leave one of them out."
+                "trainer.compile is true, and trainer.expert_load, balance_loss and balance_bias "
+                "look at the choices of the routers inside the decoder blocks, which a compiled "
+                "graph would not show. Leave one of them out."
             )
         if self.expert_parallel and self.compile is True:
             raise ConfigError(
@@ -317,7 +326,7 @@ class TrainerConfig(PluginTable):
     @property
     def watches_experts(self) -> bool:
         """The choices of routers are counted."""
-        return self.expert_load or self.balance_loss > 0
+        return self.expert_load or self.balance_loss > 0 or self.balance_bias > 0
 
     def check_layout(
         self, model: str, *, num_ranks: int, num_heads: int | None, num_experts: int | None

@@ -5,6 +5,7 @@
   logs/attempt_1/NAME.log             one per process; logs/latest points to the newest attempt
   status/NAME.json                    what each process does now
   metrics.jsonl, trainer.jsonl        one line per step
+  expert_load.jsonl                   choices of a mixture's experts, one line per step
   evals.jsonl                         one line per evaluation
   rollouts/step_N.msgpack             rollouts with exact floats; eval_rollouts/step_N/ENV.msgpack
   broadcasts/step_N/                  published weights

@@ -30,7 +30,8 @@ from prime_rl.registry.calls import running
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.metrics import append_metrics
+from prime_rl.trainer.expert_balance import LOADS
+from prime_rl.trainer.metrics import append_metrics, append_row
 from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher, retry
 from prime_rl.trainer.state import TrainerState
@@ -171,6 +172,9 @@ def train(
         # Before the announcement: the orchestrator reads them when it sees the version.
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
+            balance = trainer.policy.balance
+            if balance is not None and balance.num_choices.any():
+                append_row(run_dir / LOADS, {"step": step, **balance.table()})
 
         passing_on = broadcaster.announce(last)
         trainer.memory.give_back()  # what was used on the way to the engines, which have woken

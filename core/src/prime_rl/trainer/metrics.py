@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -351,19 +351,24 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append a step's line to ``<run>/trainer.jsonl``. Raises ``RunError`` if the disk refuses."""
-    check_current()
-
     finite = {
         name: value if math.isfinite(value) else None  # JSON has no NaN
         for name, value in metrics.items()
     }
-    line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
+
+    append_row(path, {"step": step, "time": time.time(), "metrics": finite})
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a line about ``row["step"]`` to a file of the run. Raises ``RunError`` if the disk
+    refuses."""
+    check_current()
 
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise RunError(
-            f"cannot write the metrics of step {step} to {path}: {error}. Free some space, then go "
-            "on with --resume."
+            f"cannot write the metrics of step {row['step']} to {path}: {error}. Free some space, "
+            "then go on with --resume."
         ) from error

@@ -25,7 +25,12 @@ from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status, names_in
 from prime_rl.trainer import context, parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
-from prime_rl.trainer.expert_balance import ExpertBalance, check_routers, have_biases
+from prime_rl.trainer.expert_balance import (
+    ExpertBalance,
+    bias_places,
+    check_routers,
+    have_biases,
+)
 from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
@@ -84,17 +89,23 @@ class Policy(nn.Module):
         self.routers_have_biases = have_biases(model)
 
         if config.balance_loss:
-            check_routers(model, "trainer.balance_loss")
+            check_routers(model)
         if config.watches_experts and not self.mixtures:
             raise ConfigError(
-                f"trainer.expert_load and balance_loss are about a mixture of experts, and "
-                f"{type(model).__name__} has none. Leave them out."
+                "trainer.expert_load, balance_loss and balance_bias are about a mixture of "
+                f"experts, and {type(model).__name__} has none. Leave them out."
             )
         if config.router_replay and not self.mixtures:
             raise ConfigError(
                 f"trainer.router_replay is true, and {type(model).__name__} has no mixture of "
                 "experts whose routers could be replayed. Set it to false."
             )
+        self._bias_places = bias_places(model, self.mixtures) if config.balance_bias else []
+
+    @property
+    def moving_biases(self) -> list[Tensor]:
+        """[E] of each mixture's router; none without ``trainer.balance_bias``."""
+        return [getattr(module, name) for module, name in self._bias_places]
 
     @property
     def resident(self) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.routes import among_padding, choosing, padded_routes, watching
+from prime_rl.trainer.routes import choosing, counted, padded_routes, watching
 
 if TYPE_CHECKING:
     # Importing it takes longer than all of a plugin's checks, which load no model.
@@ -44,8 +44,9 @@ class Layout:
     """[N] int64: the computed token whose hidden state predicts each target."""
     ends: Tensor | None = field(default=None, kw_only=True)
     """[E] int64: the computed tokens at which some sequences end. None: nothing reads them."""
-    present: Tensor | None = field(default=None, kw_only=True)
-    """[U] bool: the tokens of the row; others fill it up. None: all."""
+    num_owners: Tensor | None = field(default=None, kw_only=True)
+    """[U] int64: how many sequences of the row a computed token is of; 0: it fills the row up.
+    None: one each."""
     routes: Tensor | None = field(default=None, kw_only=True)
     """[U, layers, k] int64: the experts that compute each token; -1: those of its router. None:
     nothing is replayed. Core adds them to what ``lay_out`` gives."""
@@ -105,9 +106,7 @@ class Packing:
         num_calls = max(parallel.gather(len(sizes)))
         for size in sizes:
             batch = documents[start : start + size]
-            present = pad_sequence(
-                [torch.ones_like(each, dtype=torch.bool) for each in batch], True
-            )
+            num_owners = pad_sequence([torch.ones_like(each) for each in batch], True)
 
             replayed: AbstractContextManager[None] = nullcontext()
             if routes is not None:
@@ -115,7 +114,7 @@ class Packing:
                 of_batch = pad_sequence(routes[start : start + size], True, padding_value=-1)
                 replayed = padded_routes(of_batch.flatten(0, 1))
 
-            with replayed, among_padding(present.flatten()):
+            with replayed, counted(num_owners.flatten()):
                 padded = decode(model, pad_sequence(batch, batch_first=True))
             states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
             start += size

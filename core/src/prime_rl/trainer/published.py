@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from prime_rl.config.trainer import ROUTER_BIASES
 from prime_rl.errors import WeightsError
 from prime_rl.plugins.trainer import Tuning
 from prime_rl.rundir.attempts import check_current
@@ -187,12 +188,13 @@ def published_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """The tensors that are rounded to ``dtype`` for the engines: floats, without what transformers
-    keeps in float32 for every type of model (a router's bias). None of an adapter, which engines
-    add to the base in float32."""
+    keeps in float32 for every type of model, and the biases of routers, which move by less than a
+    rounding. None of an adapter, which engines add to the base in float32."""
     if dtype is None or tuning_of(model) is not None:
         return {}
 
-    kept = [f"*{pattern}*" for pattern in model._keep_in_fp32_modules_strict or ()]
+    strict = model._keep_in_fp32_modules_strict or ()
+    kept = [f"*{pattern}*" for pattern in (*strict, *ROUTER_BIASES)]
     return {
         name: dtype
         for name, tensor in tensors.items()

@@ -25,6 +25,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import HOST
+from prime_rl.trainer.expert_balance import is_router_bias
 from prime_rl.trainer.model import load_model
 
 REFERENCES = ("initial_logprobs", "ema_logprobs")
@@ -43,12 +44,18 @@ class References:
         self._config = config
         self._folder = folder
         self._on_host = on_host
-        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._initial: dict[str, Tensor] = {}
-        self.average = {} if config.ema_decay is None else self._copies(self._trained)
+        self.average = {} if config.ema_decay is None else self._copies(self._trained())
         """Part of a checkpoint. Empty without ``trainer.ema_decay``."""
         self.version = 0
         """Version of the weights that ``initial_logprobs`` are of."""
+
+    def _trained(self) -> dict[str, Tensor]:
+        """What batches change, by name: the weights that train, and the biases of routers
+        (``trainer.balance_bias``). A buffer that moves to another device is another tensor."""
+        weights = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        biases = {n: b for n, b in self._model.named_buffers() if is_router_bias(n)}
+        return weights | biases
 
     @property
     def replaced(self) -> dict[str, Tensor]:
@@ -58,18 +65,20 @@ class References:
     @torch.no_grad()
     def reset(self, version: int) -> None:
         """From now on ``initial_logprobs`` are of the present weights, those of ``version``."""
+        trained = self._trained()
         if not self._initial:
-            self._initial = self._copies(self._trained)
+            self._initial = self._copies(trained)
         for name, kept in self._initial.items():
-            _local(kept).copy_(_local(self._trained[name]))
+            _local(kept).copy_(_local(trained[name]))
         self.version = version
 
     @torch.no_grad()
     def batch_trained(self) -> None:
         """Move the average towards the weights."""
+        trained = self._trained() if self.average else {}
         for name, kept in self.average.items():
             # Colocated, the average lies on the host, and the weights on the device.
-            weights = _local(self._trained[name]).to(kept.device)
+            weights = _local(trained[name]).to(kept.device)
             # e + (1 - d)(w - e), which is d e + (1 - d) w.
             _local(kept).lerp_(weights, 1 - (self._config.ema_decay or 0.0))
 
@@ -102,9 +111,10 @@ class References:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
+        trained = self._trained()
         # Values move, not tensors: FSDP and checkpoints keep references to these tensors.
         for name, each in kept.items():
-            weights = _local(self._trained[name])
+            weights = _local(trained[name])
             other = _local(each)
             current = weights.clone()
             weights.copy_(other)
@@ -113,11 +123,12 @@ class References:
     def _load(self) -> dict[str, Tensor]:
         """The first weights; every rank reads them and keeps its shards."""
         folder = self._folder
-        loaded = {}
+        loaded: dict[str, Tensor] = {}
         if folder is not None:
-            loaded = dict(load_model(folder, self._config, on_host=True).named_parameters())
+            model = load_model(folder, self._config, on_host=True)
+            loaded = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-        lacks = [name for name in self._trained if name not in loaded]
+        lacks = [name for name in self._trained() if name not in loaded]
         if lacks:
             raise ConfigError(
                 f"a loss reads initial_logprobs, and {folder} lacks {len(lacks)} of the weights "
@@ -129,7 +140,7 @@ class References:
     def _copies(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the trained weights, sharded as these are; ``values`` may be whole."""
         copies = {}
-        for name, like in self._trained.items():
+        for name, like in self._trained().items():
             copies[name] = torch.empty_like(like, device=HOST if self._on_host else like.device)
             parallel.fill(copies[name], values[name])
         return copies

@@ -60,12 +60,12 @@ class Watcher(Protocol):
         scores: Tensor,
         chosen: Tensor,
         values: Tensor,
-        present: Tensor | None,
+        num_owners: Tensor | None,
         again: bool,
     ) -> Tensor:
         """``values`` [U, k], the scores of the experts ``chosen`` [U, k] among ``scores`` [U, E].
-        ``present`` [U] bool: the tokens that are not padding; None: all. ``again``: of a block that
-        is computed a second time."""
+        ``num_owners`` [U]: how often a token counts, 0 for padding; None: once. ``again``: of a
+        block that is computed a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Watched:
     """What a router shows its choices to."""
 
     watcher: Watcher
-    present: Tensor | None = None
-    """[U] bool: the tokens of the call that are not padding. None: all."""
+    num_owners: Tensor | None = None
+    """[U]: how many sequences a token of the call is of; 0: it is padding. None: one each."""
     again: bool = False
     """The watcher has seen the call already."""
 
@@ -104,11 +104,11 @@ def watching(watched: Watched | None) -> Iterator[None]:
         _watched.reset(token)
 
 
-def among_padding(present: Tensor | None) -> AbstractContextManager[None]:
-    """Within it, a watcher knows which tokens of a call are not padding: ``present`` [U] bool.
-    None: all."""
+def counted(num_owners: Tensor | None) -> AbstractContextManager[None]:
+    """Within it, a watcher knows how often a token of a call counts: ``num_owners`` [U], 0 for
+    padding. None: each once."""
     watched = _watched.get()
-    return watching(replace(watched, present=present) if watched is not None else None)
+    return watching(replace(watched, num_owners=num_owners) if watched is not None else None)
 
 
 def padded_routes(routes: Tensor) -> AbstractContextManager[None]:
@@ -187,7 +187,8 @@ def _forward(mixture: Mixture, forward: Any, *inputs: Any, **named: Any) -> Any:
         raise ConfigError(
             f"model: the router of {mixture.name} does not take {mixture.top_k} of "
             f"{mixture.num_experts} experts by torch.topk, so its choices cannot be recorded, "
-            "replayed or balanced. Leave trainer.router_replay, expert_load and balance_loss out."
+            "replayed or balanced. Leave trainer.router_replay, expert_load, balance_loss and "
+            "balance_bias out."
         )
     return output
 
@@ -224,7 +225,7 @@ class _Choices(TorchFunctionMode):
                 scores,
                 chosen=chosen,
                 values=values,
-                present=watched.present,
+                num_owners=watched.num_owners,
                 again=watched.again,
             )
 

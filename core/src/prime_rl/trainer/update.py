@@ -82,6 +82,7 @@ class BatchUpdate:
                 trainer.config.balance_loss,
                 device=trainer.device,
                 has_biases=trainer.policy.routers_have_biases,
+                biases=trainer.policy.moving_biases,
             )
         trainer.policy.balance = self.balance
 
@@ -121,6 +122,8 @@ class BatchUpdate:
         for part in self.plan:
             sums, weighed = self.forward_backward(self.parts[part], self.counts[part])
             norms = self.clip()
+            if self.balance is not None:
+                self.balance.end_step()
             seconds += time.perf_counter() - started  # the norm waited for the device
 
             minibatch = sums.result() | norms | weighed
@@ -364,6 +367,8 @@ class BatchUpdate:
                 for group in optimizer.param_groups:
                     group["lr"] = trainer.learning_rate(step) * scale
                 optimizer.step()
+            if self.balance is not None and trainer.config.balance_bias:
+                self.balance.move_biases(trainer.config.balance_bias)
 
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
@@ -437,8 +442,7 @@ class BatchUpdate:
                 for name in sorted({*SHOWN, *sums.reported} & minibatch.keys()):
                     metrics[f"minibatch/{n}/{name}"] = minibatch[name]
 
-        # A batch that only measures has no row on any rank, and no choices to count.
-        if self.balance is not None and any(self.parts):
+        if self.balance is not None:
             metrics |= self.balance.metrics()
 
         speed = sum(sums.counts.num_tokens for sums in self.sums) / seconds

@@ -20,7 +20,7 @@ from torch import Tensor
 from prime_rl.trainer import context
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packing import Ints, Layout, Packing, decode
-from prime_rl.trainer.routes import among_padding
+from prime_rl.trainer.routes import counted
 from prime_rl_kernels.attention import NAMES, Documents
 from prime_rl_kernels.prefix_sharing import RowLayout, shared_layout
 
@@ -47,9 +47,10 @@ class WholeRow(Packing):
         positions = np.arange(len(token_ids)) - (np.cumsum(lengths) - lengths)[sequence_ids]
         filling = context.padded(len(token_ids)) - len(token_ids)
         computed = lengths
-        present = None
+        num_owners = None
         if filling:  # no target reads it
-            present = to_device(np.arange(len(token_ids) + filling) < len(token_ids), bool, device)
+            is_of_row = np.arange(len(token_ids) + filling) < len(token_ids)
+            num_owners = to_device(is_of_row, np.int64, device)
             token_ids = np.concatenate([token_ids, np.repeat(token_ids[:1], filling)])
             positions = np.concatenate([positions, np.arange(filling)])
             computed = np.append(lengths, filling)
@@ -59,7 +60,7 @@ class WholeRow(Packing):
             lengths=tuple(lengths.tolist()),
             sources=to_device(targets - 1, np.int64, device),
             ends=None if ends is None else to_device(ends, np.int64, device),
-            present=present,
+            num_owners=num_owners,
             position_ids=to_device(positions, np.int64, device),
             documents=documents,
         )
@@ -67,8 +68,10 @@ class WholeRow(Packing):
     def hidden_states(self, model: Any, layout: Layout) -> Tensor:
         """[U, D] of the tokens of ``layout``, in its order."""
         row = cast(RowLayout, layout)
-        present = None if row.present is None else context.part_of_tokens(row.present)
-        with among_padding(present):
+        num_owners = row.num_owners
+        if num_owners is not None:
+            num_owners = context.part_of_tokens(num_owners)
+        with counted(num_owners):
             states = decode(
                 model,
                 context.part_of_tokens(row.token_ids)[None],

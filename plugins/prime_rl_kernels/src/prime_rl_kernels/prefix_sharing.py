@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -79,14 +78,14 @@ def shared_layout(
     if padding:
         blocks.append((padding, []))  # no target reads it
     rows: list[Ints] = []  # which tokens of the row are computed, in order
-    present: list[npt.NDArray[np.bool_]] = []  # and which of them are not padding
+    owners_of_rows: list[Ints] = []  # and how many sequences each is of
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
     split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,
     tail = np.zeros(len(lengths), np.int64)  # [S] and for those from it on
     offset = 0
     for length, sharing in blocks:
         rows.append(np.arange(length) + (starts[sharing[0]] if sharing else 0))
-        present.append(np.full(length, bool(sharing)))
+        owners_of_rows.append(np.full(length, len(sharing)))
         head[sharing] = tail[sharing] = offset
         offset += length
 
@@ -95,7 +94,7 @@ def shared_layout(
         keys = []
         for _, _, sequence in run:
             rows.append(starts[sequence] + prefix + np.arange(length))
-            present.append(np.ones(length, bool))
+            owners_of_rows.append(np.ones(length, np.int64))
             keys += [head[sequence] + np.arange(prefix), offset + np.arange(length)]
             split[sequence] = prefix
             tail[sequence] = offset - prefix
@@ -106,6 +105,7 @@ def shared_layout(
         )
 
     chosen = np.concatenate(rows)
+    num_owners = np.concatenate(owners_of_rows)
 
     def computed(positions: Ints, sequences: Ints) -> Tensor:
         """The computed tokens at positions of sequences."""
@@ -116,7 +116,7 @@ def shared_layout(
     return RowLayout(
         token_ids=to_device(token_ids[chosen], np.int64, device),
         lengths=documents.lengths[:num_blocks],
-        present=to_device(np.concatenate(present), bool, device) if padding else None,
+        num_owners=to_device(num_owners, np.int64, device) if (num_owners != 1).any() else None,
         position_ids=to_device(chosen - starts[sequence_ids[chosen]], np.int64, device),
         documents=documents,
         sources=computed(before, owners),

@@ -121,7 +121,8 @@ def coarse_parts(arguments: Mapping[str, Any]) -> list[str]:
 
 def check_policy(arguments: Mapping[str, Any]) -> None:
     """Raises ``ConfigError`` for an engine that would sample the policy of a run from weights that
-    are not rounded from those it is trained at, or not at random."""
+    are not rounded from those it is trained at, with keys and values of other weights, or not at
+    random."""
     quantized = {name: arguments.get(name) for name in QUANTIZED}
     if quantized["quantization"] in REQUANTIZED:
         del quantized["quantization"]
@@ -141,6 +142,18 @@ def check_policy(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             "inference.vllm.load_format: is 'dummy'; the first rollouts would be sampled from "
             "random weights. Leave it out."
+        )
+    shared = ["kv_transfer_config"] if arguments.get("kv_transfer_config") else []
+    if arguments.get("kv_offloading_backend") not in (None, "native"):
+        shared.append("kv_offloading_backend")
+    for name in shared:
+        # Our salt counts the pauses of one process: another process, or the next one, repeats it.
+        raise ConfigError(
+            f"inference.vllm.{name}: keys and values would come from another server or a store, "
+            "which keeps those of earlier weights, so the logprobs would be of no version of the "
+            "policy; and requests of a run do not say where a prompt was prefilled. Leave it out. "
+            "kv_offloading_size alone keeps them in this engine's host memory; a frozen model "
+            "(prime-rl serve) may have it."
         )
     if arguments.get("watermark_config"):
         raise ConfigError(

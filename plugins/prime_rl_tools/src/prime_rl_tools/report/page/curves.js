@@ -36,6 +36,7 @@ function panels() {
   const evals = named(/^eval\/(.+)\/all\/reward\/mean$/);
   const held = evals.map((each) => ({ ...each, label: evals.length > 1 ? `${each.label} held out` : "held out", dots: true }));
   const terms = termsByEnv();
+  const loads = named(/^router\/load\/(max|min)$/);
   const lengths = byEnv(/^train\/(.+)\/all\/num_output_tokens\/mean$/, "tokens");
   return [
     { title: "Reward", series: [...byEnv(/^train\/(.+)\/all\/reward\/mean$/, "sampled"), ...held], note: lostOf },
@@ -44,6 +45,7 @@ function panels() {
     { title: "Loss", series: losses.length ? losses : named(/^(loss)\/mean$/) },
     { title: "Entropy", series: byEnv(/^entropy\/(.+)\/mean$/) },
     { title: "Mismatch KL", series: byEnv(/^mismatch_kl\/(.+)\/mean$/) },
+    ...(loads.length ? [{ title: "Load of experts", series: loads }] : []),
     { title: "Seconds of a step", series: secondsOfAStep() },
   ];
 }
