@@ -173,21 +173,30 @@ class Components:
         return losses
 
     def __getitem__(self, name: LossComponent) -> Component:
-        """Raises ``ConfigError`` if no such loss is installed, or its settings are wrong."""
+        """Made when it is first read. Raises ``ConfigError`` if no such loss is installed, or its
+        settings are wrong."""
         if name not in self.made:
-            is_rl = name == "rl"
-            table = self.tables.get(name, LossTable())
-            where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
-
-            type_name = getattr(table, "type", "") if is_rl else name
-            chosen = select(LOSS, type_name, offers=self.installed, where=where)
-            settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
-            self.made[name] = self._component(name, chosen, settings=settings)
-
+            self._make(name)
         return self.made[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.made or name in self.installed
+
+    def make_all(self) -> None:
+        """Make the loss of every table now. Raises ``ConfigError`` as for one that is read."""
+        for name in self.tables:
+            if name not in self.made:
+                self._make(name)
+
+    def _make(self, name: LossComponent) -> None:
+        is_rl = name == "rl"
+        table = self.tables.get(name, LossTable())
+        where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
+
+        type_name = getattr(table, "type", "") if is_rl else name
+        chosen = select(LOSS, type_name, offers=self.installed, where=where)
+        settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
+        self.made[name] = self._component(name, chosen, settings=settings)
 
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
         """Raises ``ConfigError`` if the run selects a divisor that the loss does not allow."""
