@@ -70,6 +70,8 @@ class OpenGroup(Ticket):
     failed."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The tasks of the members in flight, by number."""
+    asks: bool = False
+    """Its env was failing when it was opened, or has failed since: nothing waits for it."""
     cancelled: bool = False
     num_cut_off: int = 0
     """Members without which it is handed on: cancelled, or left out after they had ended."""
@@ -158,7 +160,9 @@ class Dispatcher:
         """Envs whose rollouts are handed on alone."""
         self._yields: dict[str, float] = {}
         self._failed: Counter[str] = Counter()
-        """Rollouts that failed since one of their env finished."""
+        """Rollouts that failed since one of their env finished, of groups as new or newer."""
+        self._finished: Counter[str] = Counter()
+        """The number of the newest group of each env of which a rollout finished."""
         self.admission = Admission(
             batch_size=self._size.places,
             max_off_policy_steps=self._config.max_off_policy_steps,
@@ -301,7 +305,12 @@ class Dispatcher:
     def _note_failures(self, group: OpenGroup) -> None:
         env = group.env.name
         was_failing = self.is_failing(env)
-        self._failed[env] = 0 if group.num_finished else self._failed[env] + group.num_failed
+        if group.num_finished:
+            self._failed[env] = 0
+            self._finished[env] = max(self._finished[env], group.number)
+        elif group.number >= self._finished[env]:
+            # Older ones say nothing new: time-outs come back last, in a row.
+            self._failed[env] += group.num_failed
 
         if self.is_failing(env) and not was_failing:
             log.warning(
@@ -310,8 +319,25 @@ class Dispatcher:
                 env,
                 self._failed[env],
             )
+            self._wait_no_more(env)
         elif was_failing and not self.is_failing(env):
             log.info("env %r works again", env)
+
+    def _wait_no_more(self, env: str) -> None:
+        """Batches keep no places for what was requested of the env, and nothing more opens."""
+        for group in [*self._chosen.values()]:
+            if group.env.name == env:
+                del self._chosen[group.number]
+                self.admission.remove(group)
+
+        for group in self._open.values():
+            if group.env.name == env and not group.is_back:
+                self._ask(group)
+
+    def _ask(self, group: OpenGroup) -> None:
+        """An open group takes no places until it is back."""
+        group.asks = True
+        self.admission.wait_no_more(group)
 
     def is_failing(self, env: str) -> bool:
         """Whether all that came back of an env lately has failed. Never so in a synchronous run,
@@ -489,6 +515,8 @@ class Dispatcher:
     def _open_group(self, group: OpenGroup) -> None:
         self._open[group.number] = self._chosen.pop(group.number)
         self.admission.open(group, self._engines.policy.version, self._clock())
+        if self.is_failing(group.env.name):
+            self._ask(group)
         for index in group.requested:
             self._start(group, index)
 
@@ -533,6 +561,7 @@ class Dispatcher:
         if group.is_back:
             # It kept places for as many members as could train: the rest is free for others.
             size = min(group.size, group.num_finished) if group.env.limits else None
+            size = group.num_finished if group.asks else size
             self.admission.complete(group, self._clock(), size)
             self._hand_on()
         elif self._is_enough(group):
@@ -598,7 +627,7 @@ class Dispatcher:
     def _is_enough(self, group: OpenGroup) -> bool:
         """Whether what has finished is handed on as a group."""
         partial = self._config.partial_groups
-        if partial is None or group.num_finished < partial.at_least:
+        if partial is None or group.asks or group.num_finished < partial.at_least:
             return False
 
         # A group is split once.
@@ -654,7 +683,10 @@ class Dispatcher:
         stale = [
             group
             for group in self._open.values()
-            if not group.is_back and group.policy_version < oldest and group.env.source.is_live
+            if not group.is_back
+            and not group.asks  # however long it takes: it may say that its env works again
+            and group.policy_version < oldest
+            and group.ages
         ]
         await self._cancel(stale)
         self.wake()

@@ -126,8 +126,12 @@ class Admission:
             self.leads.ended(ticket)
         self.tickets.remove(ticket)
 
+    def wait_no_more(self, ticket: Ticket) -> None:
+        """It takes no places until ``complete`` says how many members it brings."""
+        self.tickets.resize(ticket, 0)
+
     def remove(self, ticket: Ticket) -> None:
-        """It is taken in."""
+        """It is taken in, or will never open."""
         self.tickets.remove(ticket)
 
     def version_served(self, version: int, now: float) -> None:
@@ -274,7 +278,7 @@ class Admission:
             chosen.append(ticket)
             left -= places
             # This group has its place now, so none has to be reserved for it.
-            if ticket.ages:
+            if ticket.ages and ticket.size:
                 reserved[ticket.policy_version] -= places
 
         # The trainer waits for what keeps the complete groups back, if they would fill the batch.
