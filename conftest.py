@@ -15,6 +15,9 @@ import pytest
 import warm
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ("pytester",)
+"""For tests of this file."""
+
 BEGAN = "PRIME_RL_TESTS_BEGAN"
 """The variable with the time at which the run began, for its workers."""
 
@@ -52,11 +55,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with slow tests first: a worker that begins one last would be waited for."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if config.getoption("--minutes") is not None:
-        day = int(float(os.environ[BEGAN]) / 86400)
-        paths = list(dict.fromkeys(item.path for item in items))
-        turn = {path: (number - 37 * day) % len(paths) for number, path in enumerate(paths)}
-        items.sort(key=lambda item: turn[item.path])
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where the time is limited: each day other files of those that `-m` has left come first."""
+    if config.getoption("--minutes") is None:
+        return
+    day = int(float(os.environ[BEGAN]) / 86400)
+    paths = list(dict.fromkeys(item.path for item in items))
+    turn = {path: (number - 37 * day) % len(paths) for number, path in enumerate(paths)}
+    items.sort(key=lambda item: turn[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

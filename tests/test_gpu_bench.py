@@ -142,6 +142,21 @@ def test_figures_of_a_gpu_replace_the_earlier_ones_and_fill_the_page(tmp_path: P
     assert "have run on a CPU only" in filled(page, {})
 
 
+@pytest.mark.parametrize("state", ["skipped", "no time"])
+def test_a_stage_that_did_not_run_leaves_the_earlier_figures(state: str, tmp_path: Path) -> None:
+    records = tmp_path / "records.json"
+    old = {"name": "gpu.trainer.step_s", "value": 1.0, "unit": "s", "date": "2026-11-01"}
+    old |= {"commit": "x", "cpu": "y", "versions": "z", "command": "c"}
+    records.write_text(json.dumps([old]))
+    assert results.record_results(results_file(tmp_path, state=state), records) == 0
+    assert set(read(records)) == {"gpu.trainer.step_s"}
+
+
+def test_streams_that_overlap_are_busy_once() -> None:
+    assert trainer.union([]) == 0
+    assert trainer.union([(0, 4), (1, 2), (3, 6), (10, 11)]) == 7
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"gpu": ""}, "without a GPU"), ({"state": "FAILED"}, "trainer failed")],

@@ -52,10 +52,11 @@ def record_results(path: Path, records: Path = RECORDS) -> int:
         raise ValueError(f"{path}: {', '.join(failed)} failed. Nothing is recorded")
 
     measured_with: Conditions = table["conditions"] | {"gpu": table["device"]}
-    measured = tuple(f"{PREFIX}.{stage}." for stage in table["stages"])
+    stages = {name: each for name, each in table["stages"].items() if each["state"] == "ok"}
+    measured = tuple(f"{PREFIX}.{stage}." for stage in stages)
     figures = {name: each for name, each in read(records).items() if not name.startswith(measured)}
     number = 0
-    for stage, outcome in table["stages"].items():
+    for stage, outcome in stages.items():
         for name, value in numbers(outcome["figures"]).items():
             full_name = f"{PREFIX}.{stage}.{name}"
             figures[full_name] = {

@@ -11,9 +11,10 @@ are medians of the timed steps. The first steps, which compile and reserve memor
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -162,11 +163,23 @@ def busy(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         seconds = timed(trainer, step, batch)
-    kernels = profile.key_averages()
-    table = kernels.table("self_cuda_time_total", row_limit=40, max_name_column_width=80)
+    averages = profile.key_averages()
+    table = averages.table("self_cuda_time_total", row_limit=40, max_name_column_width=80)
     print(table, flush=True)
-    microseconds = sum(float(each.self_device_time_total) for each in kernels)
-    return microseconds / 1e6 / seconds * 100
+
+    on_device = (e for e in profile.events() if e.device_type.name == "CUDA")
+    spans = sorted((each.time_range.start, each.time_range.end) for each in on_device)
+    return union(spans) / 1e6 / seconds * 100
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """What sorted spans cover together: streams overlap."""
+    covered = 0.0
+    end = -math.inf
+    for first, last in spans:
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered
 
 
 def timed(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:

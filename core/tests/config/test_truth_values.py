@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from prime_rl import PluginConfig
 from prime_rl.config.base import Settings
@@ -62,10 +62,22 @@ class Several(PluginConfig):
     either: bool | float = 1.0
     any: Any = None
     choice: int | bool = 0
+    off: int | Literal[False] = 1
+    word: Literal["auto"] | float = 1.0
+    penalties: dict[str, float] = {}
+    rows: list[dict[str, float]] = []
+    several: tuple[int, ...] = ()
+    positive: Annotated[int, Field(gt=0)] | None = None
 
 
 @pytest.mark.parametrize(
-    "table", [{"betas": [True, 0.9]}, {"layers": [1, False]}, {"limit": True}], ids=str
+    "table",
+    [
+        *({"betas": [True, 0.9]}, {"layers": [1, False]}, {"limit": True}, {"word": True}),
+        *({"penalties": {"kl": True}}, {"rows": [{"a": 1.0}, {"b": False}]}),
+        *({"several": [1, True]}, {"positive": True}),
+    ],
+    ids=str,
 )
 def test_nor_in_a_list_or_a_plugins_table(table: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="expected a number"):
@@ -74,7 +86,10 @@ def test_nor_in_a_list_or_a_plugins_table(table: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [{"on": True}, {"either": True}, {"any": True}, {"choice": False}, {"betas": [1, 0]}],
+    [
+        *({"on": True}, {"either": True}, {"any": True}, {"choice": False}, {"betas": [1, 0]}),
+        *({"off": False}, {"word": "auto"}, {"penalties": {"kl": 1}}, {"several": [1]}),
+    ],
     ids=str,
 )
 def test_other_fields_take_them(table: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -970,6 +971,50 @@ def test_a_method_that_cannot_take_what_core_calls_it_with(made):
     said = problem_of(cls, base, hooks=())
     assert "does not take what core calls it with" in said
     assert "Write it as " in said and "def " in said
+
+
+def plain(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Called:
+    def __call__(self, group):
+        pass
+
+
+@pytest.mark.parametrize(
+    "observe",
+    [
+        plain(lambda self, group: None),
+        functools.wraps(print)(lambda self, group: None),
+        lambda *args: None,
+        Mock(),
+        Called(),
+        functools.partial(lambda x, group: None, 1),
+        functools.partialmethod(lambda self, x, group: None, 1),
+        functools.lru_cache(lambda self, group: None),
+        staticmethod(lambda group: None),
+        print,
+        property(lambda self: print),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_a_method_that_may_take_anything_is_not_refused(observe):
+    mine = type("Mine", (Sampler,), {"name": "mine", "observe": observe})
+    assert problem_of(mine, Sampler, hooks=()) == ""
+
+
+@pytest.mark.parametrize(
+    "observe",
+    [lambda self: None, staticmethod(lambda: None), staticmethod(lambda a, b: None)],
+    ids=["method", "static, none", "static, two"],
+)
+def test_one_that_cannot_is(observe):
+    mine = type("Mine", (Sampler,), {"name": "mine", "observe": observe})
+    assert "Mine.observe does not take" in problem_of(mine, Sampler, hooks=())
 
 
 def test_methods_may_name_their_arguments_otherwise_and_take_more_with_a_default():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prime_rl_plan.ledger import Ledger
+from prime_rl_plan.ledger import LAYOUTS, Ledger
 
 SIDE = 1000
 MB = 4 * SIDE * SIDE
@@ -66,3 +69,18 @@ def test_compiled_blocks_move_what_kernels_exchange(
 ) -> None:
     assert charged(run, fuses=False) == plain
     assert charged(run, fuses=True) == fused
+
+
+def test_tensors_by_which_dtensor_asks_for_a_shape_are_no_memory() -> None:
+    """torch 2.11 makes them where the ledger sees them. As code of that module would."""
+    (module,) = LAYOUTS
+    assert hasattr(importlib.import_module(module), "ShardingPropagator")
+    asks: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec("def shape_of(size): return (torch.empty(size, dtype=torch.uint8) + 1).shape", asks)
+    ledger = Ledger(pairs=0, rounds=False)
+    with FakeTensorMode(), ledger:
+        assert asks["shape_of"](1000) == (1000,)
+        assert ledger.total == 0 and not ledger.peaks
+        kept = torch.empty(1000, dtype=torch.uint8)
+        assert ledger.total == 1000
+    del kept

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
@@ -70,7 +71,8 @@ def refuse_truth(cls: type[BaseModel], table: Any) -> Any:
             continue
 
         leaves = {*_leaves(field.annotation)}
-        if leaves & {int, float} and not leaves & {bool, Any, object}:
+        # A table of its own class looks at its own fields.
+        if leaves & {int, float} and leaves <= {int, float, str, NoneType, ...}:
             error = ValueError("expected a number, not true or false")
             wrong.append(
                 {"type": "value_error", "loc": (name,), "input": value, "ctx": {"error": error}}
@@ -82,19 +84,22 @@ def refuse_truth(cls: type[BaseModel], table: Any) -> Any:
 
 
 def _has_truth(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_truth(each) for each in value.values())
     if isinstance(value, list | tuple):
         return any(_has_truth(each) for each in value)
     return isinstance(value, bool)
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of; a table's own values are left to its class."""
-    if get_origin(annotation) is Literal:
-        return
+    """The types that an annotation is made of."""
     parts = get_args(annotation)
-    if not parts or get_origin(annotation) is dict:
+    if get_origin(annotation) is Literal:
+        yield from (type(part) for part in parts)
+        return
+    if not parts:
         yield annotation
-    for part in parts:
+    for part in parts[:1] if get_origin(annotation) is Annotated else parts:
         yield from _leaves(part)
 
 

@@ -32,8 +32,8 @@ class SampledEnv:
     """The env's share of the batch (rollouts) as configured, that of the first step if ``weight``
     changes it; None: not configured."""
     is_ready: Callable[[], bool] = lambda: True
-    """False while its source is empty (a new replay buffer) or its gate is closed: choose another
-    env."""
+    """False while its source is empty (a new replay buffer), its gate is closed, or its rollouts
+    all fail and a group already asks whether it works again: choose another env."""
     task: Callable[[int], Mapping[str, Any]] = lambda index: {}
     """The fields of one of its examples, ``prompt`` among them."""
     rollouts_per_group: Callable[[], float] = lambda: 1.0

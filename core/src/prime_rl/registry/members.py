@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -99,16 +99,17 @@ def _not_callable(cls: type[Any], base: Any, hooks: Iterable[str]) -> Iterator[s
     for name in sorted(_methods(base) - {*hooks}):
         if inspect.getattr_static(cls, name) is inspect.getattr_static(base, name):
             continue
-        called = _parameters(base, name)
-        taken = _parameters(cls, name)
+        called = _callable(base, name)
+        taken = _callable(cls, name)
         if called is None or taken is None:
             continue
 
-        needed = [each for each in called.parameters.values() if each.default is each.empty]
+        parameters = inspect.signature(called).parameters.values()
+        needed = [each for each in parameters if each.default is each.empty]
         named = {each.name: None for each in needed if each.kind is each.KEYWORD_ONLY}
         placed = [each for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD]
         try:
-            taken.bind(*placed, **named)
+            inspect.signature(taken).bind(*placed, **named)
         except TypeError as error:
             yield (
                 f"{cls.__qualname__}.{name} does not take what core calls it with ({error}). Write "
@@ -116,16 +117,15 @@ def _not_callable(cls: type[Any], base: Any, hooks: Iterable[str]) -> Iterator[s
             )
 
 
-def _parameters(cls: type[Any], name: str) -> inspect.Signature | None:
-    """Those of a method without ``self``; None: they are unknown."""
+def _callable(cls: type[Any], name: str) -> Any:
+    """A method as it is called on an instance; None for what is no function of Python, whose
+    parameters tell nothing."""
     member = inspect.getattr_static(cls, name)
-    try:
-        signature = inspect.signature(getattr(cls, name))
-    except (TypeError, ValueError):
+    if isinstance(member, classmethod | staticmethod):
+        return getattr(cls, name) if inspect.isfunction(member.__func__) else None
+    if not inspect.isfunction(member) or hasattr(member, "__wrapped__"):
         return None
-    parameters = list(signature.parameters.values())
-    is_bound = isinstance(member, classmethod | staticmethod)
-    return signature.replace(parameters=parameters if is_bound else parameters[1:])
+    return partial(member, None)  # in the place of `self`
 
 
 def _no_names(cls: type[Any], base: Any) -> Iterator[str]:
