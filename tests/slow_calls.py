@@ -19,7 +19,7 @@ STAGES = {
     "prime_rl_embedded.model": ["load_model"],
     "prime_rl.trainer.state": ["find_packing"],  # where it would compile
     "prime_rl.trainer.update": ["BatchUpdate.run"],
-    "prime_rl.trainer.published": ["_put"],
+    "prime_rl.trainer.published": ["_move_into_place"],
     "prime_rl.trainer.publish": ["export"],
     "prime_rl.trainer.checkpoint": ["write_shard"],
     "prime_rl_embedded.weights": ["read_weights"],

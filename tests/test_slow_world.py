@@ -90,8 +90,8 @@ def test_each_stage_in_turn_takes_long_and_nothing_is_restarted(
     logs = "".join(path.read_text() for path in run_dir.glob("logs/*/*.log"))
     stages = [
         *("prime_rl.trainer.model.load_model", "prime_rl_embedded.model.load_model"),
-        *("find_packing", "BatchUpdate.run", "_put", "export", "write_shard", "read_weights"),
-        *("Scheduler.step", "position_score", "TextReversalTaskset.load"),
+        *("find_packing", "BatchUpdate.run", "_move_into_place", "export", "write_shard"),
+        *("read_weights", "Scheduler.step", "position_score", "TextReversalTaskset.load"),
     ]
     late = [stage for stage in stages if f"{stage}\n" not in logs]
     assert late == []  # each was delayed

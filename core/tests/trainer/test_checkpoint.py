@@ -179,9 +179,9 @@ def proceed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The writer is held until this is set."""
     event, real = threading.Event(), Checkpointer._attempt
 
-    def held(self: Checkpointer, *arguments: Any) -> None:
+    def held(self: Checkpointer, *arguments: Any, **named: Any) -> None:
         assert event.wait(LIMIT)
-        real(self, *arguments)
+        real(self, *arguments, **named)
 
     monkeypatch.setattr(Checkpointer, "_attempt", held)
     return event

@@ -471,7 +471,7 @@ def test_a_stopped_run_saves_its_last_step_unless_that_is_being_saved(
     )
     checkpointer: Any = SimpleNamespace(
         is_due=lambda step, last: due,
-        save=lambda trainer, step, path, status: saved.append(step),
+        save=lambda trainer, step, published, status: saved.append(step),
         wait=lambda status: None,
     )
     receiver: Any = SimpleNamespace(announce=None)

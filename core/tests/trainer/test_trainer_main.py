@@ -45,7 +45,7 @@ class Parts:
             self.calls.append(("average", step))
 
         for name, part in {
-            "model.load_model": lambda *arguments: SimpleNamespace(config=None),
+            "model.load_model": lambda *arguments, **named: SimpleNamespace(config=None),
             "model.check_positions": note("positions"),
             "loop.Trainer": lambda *arguments, **named: self.trainer,
             "loop.train": train,

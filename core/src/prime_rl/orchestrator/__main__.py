@@ -248,7 +248,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
 
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
-    orchestrator = build.build_orchestrator(shared, envs, monitors, wire)
+    orchestrator = build.build_orchestrator(shared, envs, monitors=monitors, wire=wire)
     for observer in orchestrator.observers:
         stack.push_async_callback(observer.close)  # also if its set-up fails
         await observer.setup()

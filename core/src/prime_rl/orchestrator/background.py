@@ -89,8 +89,14 @@ class Background(Monitor):
             log.warning("monitor %r was too slow: %d lines are missing", self.name, self._lost)
 
     def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            self._failures.guard(self.name, *item)
+        while True:
+            item = self._calls.get()
+            if item is None:  # `close` has queued it, behind all calls
+                break
+
+            when, call = item
+            self._failures.guard(self.name, when, call)
+
         self._failures.guard(self.name, "the end of the run", self._monitor.close)
         for name, count in self._failures.counts.items():
             if count > 1:

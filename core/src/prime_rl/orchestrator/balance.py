@@ -26,9 +26,10 @@ def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list
     ``number`` if there are fewer groups. ``groups``, ``costs``: one for each sample."""
     ids, owners = np.unique(groups, return_inverse=True)
     work = np.asarray(np.bincount(owners, costs), np.float64)
-    # Groups have no length here, so bins without room take them: no more bins than groups.
-    free = [0] * len(ids)
-    bins = spread(range(len(ids)), work, lengths=free, room=free[:number]) or []
+    # Groups have no length here, so bins without room take them.
+    lengths = [0] * len(ids)
+    num_bins = min(number, len(ids))
+    bins = spread(range(len(ids)), work, lengths=lengths, room=[0] * num_bins) or []
     return [np.flatnonzero(np.isin(owners, members)).tolist() for members in bins]
 
 

@@ -102,7 +102,7 @@ class Branches:
     ) -> float:
         """The env's reward of an episode with the replies of ``sample``. Raises
         ``BranchFailed``."""
-        first = _path(sample, sample.loss_mask, sample.inference_logprobs, len(sample))
+        first = _path(sample, sample.loss_mask, logprobs=sample.inference_logprobs, end=len(sample))
         branch = Branch(
             paths=[first, *recorded_paths(Prefix(rollout=parent, sample=0, end=None))],
             may_go_on=False,
@@ -174,7 +174,9 @@ def recorded_paths(prefix: Prefix) -> list[RecordedPath]:
     base = rollout.samples[prefix.sample]
     end = len(base) if prefix.end is None else prefix.end
 
-    paths = [_path(base, *columns[prefix.sample], end)]
+    sampled, logprobs = columns[prefix.sample]
+    paths = [_path(base, sampled, logprobs=logprobs, end=end)]
+
     for number, sample in enumerate(rollout.samples):
         if number == prefix.sample or sample.node_ids is None or base.node_ids is None:
             continue
@@ -182,7 +184,9 @@ def recorded_paths(prefix: Prefix) -> list[RecordedPath]:
         length = len(sample)
         if end < len(base):
             length = int(np.searchsorted(sample.node_ids, base.node_ids[end]))
-        paths.append(_path(sample, *columns[number], length))
+
+        sampled, logprobs = columns[number]
+        paths.append(_path(sample, sampled, logprobs=logprobs, end=length))
 
     return paths
 
@@ -231,8 +235,13 @@ def seed_of(run_seed: int, prefix: Prefix, number: int) -> int:
     """Distinct for each branch of a run, and the same in every run of one seed."""
     parent = prefix.rollout
     place = (
-        *(run_seed, parent.env, parent.group_id, parent.episode_id),
-        *(prefix.sample, prefix.end, number),
+        run_seed,
+        parent.env,
+        parent.group_id,
+        parent.episode_id,
+        prefix.sample,
+        prefix.end,
+        number,
     )
     # The built-in `hash` of a text differs between processes.
     digest = hashlib.blake2b(repr(place).encode(), digest_size=4).digest()

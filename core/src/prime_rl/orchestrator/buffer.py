@@ -119,10 +119,14 @@ class Buffer:
         for rollout in rollouts:
             if rejected is not None:
                 self._drop(rollout, REJECTED, {REJECTED: rejected})
-            elif objections := self._pre.objectors(rollout, rollouts):
+                continue
+
+            objections = self._pre.objectors(rollout, rollouts)
+            if objections:
                 self._drop(rollout, PRE, objections)
             else:
                 self._wait(rollout, rollouts)
+
         self.fill()
 
     def note_failure(self, reason: str) -> None:
@@ -147,7 +151,10 @@ class Buffer:
             # Age first: a filter's rates count what could have trained.
             if self.staleness(rollout) > self._max_off_policy:
                 self._drop(rollout, STALE)
-            elif objections := self._post.objectors(rollout, group):
+                continue
+
+            objections = self._post.objectors(rollout, group)
+            if objections:
                 self._drop(rollout, POST, objections)
             elif not rollout.has_members:
                 self._drop(rollout, LEFT_OUT)
@@ -203,7 +210,8 @@ class Buffer:
 
     def take(self) -> Batch:
         """The full batch, in the order in which its groups were opened."""
-        batch, self.batch = self.batch, Batch(self.batch.step + 1)
+        batch = self.batch
+        self.batch = Batch(batch.step + 1)
         self._kept_places = 0
 
         # Groups arrive as they end: with this order a batch is the same in every run of a seed.
@@ -250,11 +258,12 @@ class Buffer:
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
             why = WHY_FAILED if failing else WHY_DROPPED
 
-            for sort, count in self._failures.most_common(1):
+            if self._failures:
+                sort, num_failed = self._failures.most_common(1)[0]
                 example = self._examples[sort].rstrip(".")
                 if "context length" in example:
                     why = f"Raise seq_len, or leave out examples with long prompts. {why}"
-                why = f"{count} failed with: {example}. {why}"
+                why = f"{num_failed} failed with: {example}. {why}"
 
             raise NothingToTrain(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "

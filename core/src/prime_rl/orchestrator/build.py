@@ -222,51 +222,52 @@ def compared_by(
     """The parts that compare the siblings of a group, by env. Where nothing does, rollouts are
     handed on alone, as each of them ends. Raises ``ConfigError`` where a partial group would be no
     group, and where no group is left to divide."""
-    of_all = [f"filter {name!r}" for name in buffer.group_filters]
+    in_all_envs = [f"filter {name!r}" for name in buffer.group_filters]
     # A sampler sees groups through these two methods only.
     if _overrides(sampler, Sampler, "observe", "reject"):
-        of_all.append(f"sampler {sampler.name!r}")
+        in_all_envs.append(f"sampler {sampler.name!r}")
 
     for env in envs:
         source = env.source.source if isinstance(env.source, ExternalSource) else None
         if source is not None and source.needs_siblings and _overrides(source, Source, "observe"):
             # The source observes the groups of all envs, so all envs wait for siblings.
-            of_all.append(f"the source of env {env.name!r}")
+            in_all_envs.append(f"the source of env {env.name!r}")
 
-    partial = run.config.orchestrator.partial_groups
+    divides_groups = run.config.orchestrator.partial_groups is not None
     compared = {}
 
     for env in envs:
-        of_groups = []
+        group_losses = []
         for part in parts_of(env.algorithm):
             action_loss = part.algorithm.action_loss
             if run.losses[action_loss].scope == "group":
-                of_groups.append(action_loss)
+                group_losses.append(action_loss)
 
-        if partial is not None and of_groups:
+        if divides_groups and group_losses:
             raise ConfigError(
-                f"env {env.name!r}: its loss {of_groups[0]!r} compares whole groups, and "
+                f"env {env.name!r}: its loss {group_losses[0]!r} compares whole groups, and "
                 "[orchestrator.partial_groups] divides them. Remove the table, or choose another "
                 "algorithm."
             )
 
-        mine = env.hooks.implementers("score_group", without=env.algorithm)
-        mine += env.hooks.implementers("wanted_members", without=None) if env.limits else []
+        comparing = env.hooks.implementers("score_group", without=env.algorithm)
+        if env.limits is not None:
+            comparing += env.hooks.implementers("wanted_members", without=None)
 
-        if partial is not None and env.limits is not None:
+        if divides_groups and env.limits is not None:
             raise ConfigError(
-                f"env {env.name!r}: {mine[-1]} decides how many members a group has, and "
+                f"env {env.name!r}: {comparing[-1]} decides how many members a group has, and "
                 "[orchestrator.partial_groups] hands groups on before. Remove the table."
             )
 
         for part in parts_of(env.algorithm):
             if part.algorithm.compares_siblings:
-                mine.append(f"algorithm {part.algorithm.name!r}")
+                comparing.append(f"algorithm {part.algorithm.name!r}")
 
-        mine += [f"loss {name!r}" for name in of_groups]
-        compared[env.name] = mine + of_all
+        comparing += [f"loss {name!r}" for name in group_losses]
+        compared[env.name] = comparing + in_all_envs
 
-    if partial is not None and not any(compared.values()):
+    if divides_groups and not any(compared.values()):
         raise ConfigError(
             "orchestrator.partial_groups: nothing compares the members of a group in any env, so "
             "each rollout is handed on as soon as it ends, and no group waits. Remove the table."
@@ -413,7 +414,11 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     name = run.launch.served_model_name
 
     key = os.environ[ENGINE_KEY]
-    renderer_named = partial(build_renderer, run.config, run.hooks, Path(run.launch.model_path))
+    model_path = Path(run.launch.model_path)
+
+    def renderer_named(other: str | None = None) -> Any:
+        return build_renderer(run.config, run.hooks, folder=model_path, name=other)
+
     renderer = renderer_named()
 
     # A new version is a new salt: no engine may reuse keys and values of older weights.
@@ -421,7 +426,7 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
         return str(engines.policy.version)
 
     scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
-    rendering = cache(partial(rendering_of, Path(run.launch.model_path), renderer))
+    rendering = cache(partial(rendering_of, model_path, renderer))
 
     router = EngineRouter(
         engines.fleet,
@@ -583,13 +588,15 @@ def build_sampler(
     table = config.orchestrator.sampler
     curriculum = curriculum or Curriculum(config.orchestrator.train.env, step=lambda: 1)
     tables = {env.label: env for env in config.orchestrator.train.env}
-    known = [
+    sampled = [
         # Functions stand for values that change during the run.
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,
             ratio=tables[env.name].first_ratio,
-            is_ready=partial(_may_be_sampled, env, envs, curriculum, dispatcher),
+            is_ready=partial(
+                _may_be_sampled, env, envs, curriculum=curriculum, dispatcher=dispatcher
+            ),
             task=env.source.task,
             rollouts_per_group=partial(rollouts_per_group, env.name),
             scheduled=partial(curriculum.weight, env.name) if tables[env.name].weight else None,
@@ -602,7 +609,7 @@ def build_sampler(
         table=table.settings,
         hooks=hooks,
         where=SAMPLER.key,
-        arguments=(known, config.seed),
+        arguments=(sampled, config.seed),
     )
 
 

@@ -49,8 +49,11 @@ log = logging.getLogger(__name__)
 
 BUFFERED = "buffered.msgpack"
 
+ATTEMPTS = 2
+"""At writing one checkpoint."""
+
 RETRY_SECONDS = 5.0
-"""Before the second and last attempt at a checkpoint after a failed write."""
+"""Between two attempts."""
 
 LOOK_SECONDS = 0.5
 """Between two looks whether the trainer has completed a checkpoint."""
@@ -207,14 +210,14 @@ class Checkpointing(Observer):
     async def stopping(self, last: int) -> None:
         """Write the part of the last step, unless it was due anyway."""
         # `batch_taken` may have written it, and the trainer may have completed it since.
-        there = unfinished(self.context.run_dir, last), finished(self.context.run_dir, last)
-        if self.context.config.ckpt.enabled and not any(each.progress.exists() for each in there):
+        folders = (unfinished(self.context.run_dir, last), finished(self.context.run_dir, last))
+        is_written = any(folder.progress.exists() for folder in folders)
+        if self.context.config.ckpt.enabled and not is_written:
             await self._write(last)
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
-        # The second attempt may find space that another process has freed.
-        for wait in (RETRY_SECONDS, None):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 self.save(part, step)
                 self._begun.append(step)
@@ -222,9 +225,10 @@ class Checkpointing(Observer):
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
                 log.error("cannot write the checkpoint of step %d to %s: %s", step, part, error)
-                if wait is not None:
+                if attempt < ATTEMPTS:
+                    # The next attempt may find space that another process has freed.
                     self.context.status.report("waiting", waiting_for=f"disk ({error})")
-                    await asyncio.sleep(wait)
+                    await asyncio.sleep(RETRY_SECONDS)
 
         log.error("step %d: no checkpoint; the run goes on", step)
 
@@ -279,9 +283,9 @@ class Checkpointing(Observer):
         self.dispatcher.resume(progress)
 
         # The config may have lost an env since the checkpoint.
-        known = {env.name for env in self.envs}
+        env_names = {env.name for env in self.envs}
         stored = decode_rollouts(directory / BUFFERED)
-        buffered = [each for each in stored["rollouts"] if each.rollout.env in known]
+        buffered = [each for each in stored["rollouts"] if each.rollout.env in env_names]
         self.buffer.restore(
             [(each.rollout, each.dropped_by) for each in buffered],
             objections={id(each.rollout): each.objections for each in buffered},

@@ -52,7 +52,8 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of every name and reset them to 0."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        taken = self._seconds
+        self._seconds = dict.fromkeys(taken, 0.0)
         return taken
 
 

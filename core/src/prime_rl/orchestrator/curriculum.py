@@ -131,7 +131,8 @@ class Curriculum:
             # The gate's env was evaluated without its metric: the gate would never open.
             rewards = [name for name in metrics if name.endswith(REWARD)]
             if any(gate.metric.startswith(name.removesuffix(REWARD) + "/") for name in rewards):
-                _refuse(env, gate.metric, f"the evaluation of version {version}", metrics)
+                where = f"the evaluation of version {version}"
+                _refuse(env, gate.metric, where=where, metrics=metrics)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of the batch of ``step``. Raises ``RunError`` if a batch of the env that a
@@ -185,7 +186,7 @@ class Curriculum:
         counts = {name for name in metrics if name.startswith("batch/") and name.endswith("/seen")}
         if reads is not None and counts and f"batch/{reads}/seen" not in counts:
             return  # no rollout of that env yet
-        _refuse(env, metric, f"the batch of step {step}", metrics)
+        _refuse(env, metric, where=f"the batch of step {step}", metrics=metrics)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Weight and gate of each env in the last batch, where the config has any."""
@@ -231,10 +232,10 @@ class Curriculum:
 
 
 def _refuse(env: str, metric: str, where: str, metrics: Mapping[str, float]) -> None:
-    known = get_close_matches(metric, metrics, n=8, cutoff=0.0)
+    closest = get_close_matches(metric, metrics, n=8, cutoff=0.0)
     raise RunError(
         f"env {env!r}: opens.metric = {metric!r}, and {where} has no such metric. The closest of "
-        f"its {len(metrics)} metrics: {', '.join(known)}."
+        f"its {len(metrics)} metrics: {', '.join(closest)}."
     )
 
 

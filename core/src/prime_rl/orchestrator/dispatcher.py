@@ -248,42 +248,47 @@ class Dispatcher:
     @property
     def requested(self) -> Requested:
         """What a resumed run needs to request the same groups, each once."""
-        groups = self._open | self._chosen
+        by_number = self._open | self._chosen
         waiting: list[RequestedGroup] = []
         alone: dict[int, RequestedGroup] = {}
         # Groups are saved in the order of choice, so that a resumed run opens them in that order.
-        for group in (groups[number] for number in self.admission.tickets.all):
-            again = RequestedGroup(group.group_id, group.env.name, group.example_id)
+        for number in self.admission.tickets.all:
+            group = by_number[number]
+            request = RequestedGroup(group.group_id, group.env.name, group.example_id)
             if group.env.name in self.alone:
-                again = alone.setdefault(group.group_id, again)
+                request = alone.setdefault(group.group_id, request)
 
             # The parts of a group are one request, in the place of the first.
-            if again.members is None:
-                again.members = []
-                waiting.append(again)
-            again.members += group.requested
+            if request.members is None:
+                request.members = []
+                waiting.append(request)
+            request.members += group.requested
 
-        for again in waiting:
-            env = self._envs[again.env]
+        for request in waiting:
+            env = self._envs[request.env]
             # One that has grown begins again, and grows again by the same rollouts.
-            if env.limits or len(again.members or ()) == env.group_size:
-                again.members = None  # the file has no more than it needs
+            if env.limits or len(request.members or ()) == env.group_size:
+                request.members = None  # the file has no more than it needs
 
-        known = self.admission.leads.known
-        tokens = dict(self._size.means)
-        return Requested(self._opened, waiting, dict(self._yields), lead=known, tokens=tokens)
+        return Requested(
+            groups_opened=self._opened,
+            waiting=waiting,
+            yields=dict(self._yields),
+            lead=self.admission.leads.known,
+            tokens=dict(self._size.means),
+        )
 
     def resume(self, requested: Requested) -> None:
         """Continue the count of groups, and request those in flight first. Before ``run``."""
         self._opened = requested.groups_opened
-        here = [group for group in requested.waiting if group.env in self._envs]
-        for group in here:
+        waiting = [group for group in requested.waiting if group.env in self._envs]
+        for group in waiting:
             env = self._envs[group.env]
             self._choose(group.group_id, env, group.example, members=group.members)
 
-        gone = len(requested.waiting) - len(here)
-        if gone:
-            log.warning("%d groups that were in flight are of envs that are gone", gone)
+        num_gone = len(requested.waiting) - len(waiting)
+        if num_gone:
+            log.warning("%d groups that were in flight are of envs that are gone", num_gone)
 
         if requested.lead is not None:
             self.admission.leads.resume(requested.lead)
@@ -383,8 +388,9 @@ class Dispatcher:
 
     def rollouts_per_group(self, env: str) -> float:
         """What a group of the env brings, as last seen."""
-        of = self._envs[env]
-        return self._rollouts(env, of.limits.trained if of.limits else of.group_size)
+        limits = self._envs[env].limits
+        members = limits.trained if limits else self._envs[env].group_size
+        return self._rollouts(env, members)
 
     def _rollouts(self, env: str, members: int) -> float:
         """Rollouts that members of groups will bring: at first one per agent of their env."""
@@ -405,15 +411,15 @@ class Dispatcher:
         self.admission.measure(self._engines.policy.version, self._clock())
 
         limit = self.limit
-        most = limit.number
+        max_inflight = limit.number
 
         # A limit that comes from the lead must not bound the lead: neither would grow.
-        self.admission.most_inflight = inf if limit.follows_lead else most
+        self.admission.most_inflight = inf if limit.follows_lead else max_inflight
 
         # First the members that open groups lack: their siblings wait for them.
-        self._start_more(most)
+        self._start_more(max_inflight)
         for ticket in self.admission.to_open(self._standing):
-            if self.num_inflight >= most:
+            if self.num_inflight >= max_inflight:
                 return
 
             self._open_in_time(self._chosen[ticket.number])
@@ -421,13 +427,13 @@ class Dispatcher:
         # `room` reckons with the longest lead. An env with short episodes opens its groups later.
         while self.room() > 0:
             env, example_id = self._next_group()
-            groups = self._choose(self._opened, env, example_id)
+            parts = self._choose(self._opened, env, example_id)
             # `_opened` is also the id of the next group.
             self._opened += 1
 
-            for group in groups:
-                if self.admission.is_near(group, self._standing):
-                    self._open_in_time(group)
+            for part in parts:
+                if self.admission.is_near(part, self._standing):
+                    self._open_in_time(part)
 
     @staticmethod
     def _clock() -> float:
@@ -437,26 +443,27 @@ class Dispatcher:
     def _choose(
         self, group_id: int, env: TrainEnv, example_id: int, members: Sequence[int] | None = None
     ) -> list[OpenGroup]:
-        """``members``: those that are requested again. None: the whole group."""
+        """The tickets of a group, in one part or in several. ``members``: those that are requested
+        again. None: the whole group."""
         numbers = range(env.group_size) if members is None else members
         # Where rollouts are handed on alone, each member is a ticket of its own.
-        parts = [[number] for number in numbers] if env.name in self.alone else [numbers]
-        groups = []
+        shares = [[number] for number in numbers] if env.name in self.alone else [numbers]
+        parts = []
 
-        for part in parts:
-            group = OpenGroup(
+        for share in shares:
+            part = OpenGroup(
                 env_name=env.name,
-                size=env.limits.trained if env.limits else len(part),
+                size=env.limits.trained if env.limits else len(share),
                 env=env,
                 group_id=group_id,
                 example_id=example_id,
-                requested=part,
+                requested=share,
             )
-            self.admission.choose(group)
-            self._chosen[group.number] = group
-            groups.append(group)
+            self.admission.choose(part)
+            self._chosen[part.number] = part
+            parts.append(part)
 
-        return groups
+        return parts
 
     def _open_in_time(self, group: OpenGroup) -> None:
         """Open it, unless its env has opened enough in the last minute: it keeps its place, and
@@ -505,7 +512,8 @@ class Dispatcher:
         is_stopped = self._is_stopped(group, index)
 
         # A stopped member was subtracted when it was stopped.
-        self._inflight -= not is_stopped
+        if not is_stopped:
+            self._inflight -= 1
         # A stopped member counts too: it ended before its cancellation took effect.
         self.counts["failed" if rollouts is None else "finished"] += 1
         self.admission.pace.count(self._inflight, self._clock())

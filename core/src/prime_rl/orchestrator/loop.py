@@ -92,8 +92,10 @@ class Orchestrator:
                     stopped = True
                     log.info("stopped: step %d is the last", self._last)
 
-                    for observer in self.observers if self._ends_early else ():
-                        await observer.stopping(self._last)  # before groups in flight are cancelled
+                    if self._ends_early:
+                        # Before `background`, which has the groups in flight, is cancelled.
+                        for observer in self.observers:
+                            await observer.stopping(self._last)
 
                 for task in background:
                     task.cancel()

@@ -81,14 +81,14 @@ def batch_to_pack(
 ) -> BatchToPack:
     """A batch, in bundles of what its losses see whole. Raises ``StreamError`` for a sample of more
     than ``limit`` tokens: samples are cut before they are scored, and never after."""
-    groups: dict[tuple[str, int], int] = {}
+    group_numbers: dict[tuple[str, int], int] = {}
     pieces: list[SampleToPack] = []
     bundles: dict[tuple[int, ...], list[int]] = {}
     needs: set[str] = set()
     scopes: dict[int, int] = {}
 
     for number, rollout in enumerate(rollouts):
-        group = groups.setdefault((rollout.env, rollout.group_id), len(groups))
+        group = group_numbers.setdefault((rollout.env, rollout.group_id), len(group_numbers))
         names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
@@ -147,8 +147,8 @@ def _without_incomplete(pieces: Sequence[SampleToPack], losses: Components) -> l
 
         for index, sample in zip(indices, samples, strict=True):
             # Weights of 0, and the sample stays: other components may train its tokens.
-            none = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
-            without = sample_of(sample.columns | none, sample.temperature)
+            no_weights = {f"{name}{WEIGHTS}": np.zeros(len(sample), np.float32)}
+            without = sample_of(sample.columns | no_weights, sample.temperature)
             left[index] = replace(left[index], sample=without)
 
     return left
@@ -241,8 +241,14 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
     def joined(name: str) -> StreamColumn | None:
         return concatenate(((len(s), stream(s, name)) for s in samples), name)
 
-    further = dict.fromkeys(name for sample in samples for name in sample.streams)
-    streams = {name: column for name in further if (column := joined(name)) is not None}
+    # A dict instead of a set keeps the order: one batch always makes the same bytes.
+    stream_names_in_row = dict.fromkeys(name for sample in samples for name in sample.streams)
+    streams: dict[str, StreamColumn] = {}
+    for name in stream_names_in_row:
+        column = joined(name)
+        if column is not None:
+            streams[name] = column
+
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
 
@@ -251,10 +257,15 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
         if routes is not None:
             streams[ROUTES] = routes
 
-    known: dict[str, Any] = {name: joined(name) for name in STREAMS}
-    needs = packing.needs
-    rollouts = [piece.rollout for piece in pieces] if "rollout_ids" in needs else None
-    groups = [piece.group for piece in pieces] if "group_ids" in needs else None
+    rollout_ids = None
+    if "rollout_ids" in packing.needs:
+        rollout_ids = np.array([piece.rollout for piece in pieces], np.int32)
+
+    group_ids = None
+    if "group_ids" in packing.needs:
+        group_ids = np.array([piece.group for piece in pieces], np.int32)
+
+    core_streams: dict[str, Any] = {name: joined(name) for name in STREAMS}
     micro_batch = MicroBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]),
         loss_mask=np.concatenate([s.loss_mask for s in samples]),
@@ -264,9 +275,9 @@ def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:
         env_ids=np.array([names.index(piece.env) for piece in pieces], np.uint16),
         envs=tuple(names),
         streams=streams,
-        rollout_ids=None if rollouts is None else np.array(rollouts, np.int32),
-        group_ids=None if groups is None else np.array(groups, np.int32),
-        **known,
+        rollout_ids=rollout_ids,
+        group_ids=group_ids,
+        **core_streams,
     )
     micro_batch.check()
     return micro_batch
@@ -285,11 +296,11 @@ def _idle(piece: SampleToPack) -> SampleToPack:
 def _has_several_ages(pieces: Sequence[SampleToPack]) -> bool:
     """Whether more than one version of the policy sampled the batch."""
     columns = [piece.sample.policy_versions for piece in pieces]
-    known = [column for column in columns if column is not None]
-    if not known:
+    recorded = [column for column in columns if column is not None]
+    if not recorded:
         return False
 
-    versions = np.concatenate(known)
+    versions = np.concatenate(recorded)
     sampled = versions[versions >= 0]  # -1: no policy sampled the token
     return bool(len(sampled) and sampled.min() != sampled.max())
 
@@ -320,8 +331,8 @@ class Packer:
         self._one_env_per_row = one_env_per_row
         self._hooks = hooks
         self._losses = losses
-        self._rows: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """By stream: the env that wrote it first, and the shape of a token's row."""
+        self._stream_shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """By stream: the env that wrote it first, and the shape of its values per token."""
 
     def pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
@@ -339,7 +350,8 @@ class Packer:
         measured = None
         if batch.measured:
             measured = batch_to_pack(batch.step, batch.measured, losses=self._losses, limit=limit)
-            measured = replace(measured, needs=measured.needs | packing.needs & {ROUTES})
+            # Routes are replayed in every row or in none.
+            measured = replace(measured, needs=measured.needs | (packing.needs & {ROUTES}))
 
         ranks_of_a_row = self._config.trainer.context_parallel
         frames = batch_frames(
@@ -357,11 +369,12 @@ class Packer:
     def _check_streams(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ``StreamError`` if two envs of the run write one stream in two shapes: each loss
         would read what was written for the other."""
-        # `_rows` outlives the batch, because the two envs may never meet in one batch.
+        # `_stream_shapes` outlives the batch: the two envs may never meet in one batch.
         for rollout in rollouts:
             for sample in rollout.samples:
                 for name, column in sample.streams.items():
-                    env, shape = self._rows.setdefault(name, (rollout.env, column.shape[1:]))
+                    written = (rollout.env, column.shape[1:])
+                    env, shape = self._stream_shapes.setdefault(name, written)
                     if shape != column.shape[1:]:
                         readers = ", ".join(self._losses.readers(name)) or "no loss"
                         raise StreamError(
@@ -418,7 +431,8 @@ def batch_frames(
     for number, part in enumerate(parts):
         minibatch = replace(packing, bundles=[packing.bundles[i] for i in part])
         # An optimizer that weighs envs needs rows of a single env.
-        for each in _by_env(minibatch) if one_env_per_row else [minibatch]:
+        packings = _by_env(minibatch) if one_env_per_row else [minibatch]
+        for each in packings:
             packed = pack_ranks(
                 each, capacity, num_ranks=num_ranks, attention_flops=attention_flops
             )
@@ -443,11 +457,11 @@ def _by_env(packing: BatchToPack) -> list[BatchToPack]:
 
     for bundle in packing.bundles:
         env = packing.pieces[bundle[0]].env
-        mine = pieces.setdefault(env, [])
-        first = len(mine)
-        mine += [packing.pieces[index] for index in bundle]
+        env_pieces = pieces.setdefault(env, [])
+        first = len(env_pieces)
+        env_pieces += [packing.pieces[index] for index in bundle]
         # Each env has its own list of pieces, so the indices of its bundles start at 0.
-        bundles.setdefault(env, []).append([*range(first, len(mine))])
+        bundles.setdefault(env, []).append([*range(first, len(env_pieces))])
 
     return [replace(packing, pieces=pieces[env], bundles=bundles[env]) for env in sorted(pieces)]
 

@@ -69,9 +69,10 @@ class PastPolicies(Observer):
     @property
     def versions(self) -> tuple[int, ...]:
         """Version 0, and those that are kept, in order."""
-        names = names_in(self._folder)
-        kept = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
-        return (0, *sorted(kept))
+        names = [name for name in names_in(self._folder) if name.startswith("step_")]
+        numbers = [name.removeprefix("step_") for name in names]
+        kept = sorted(int(number) for number in numbers if number.isdigit())
+        return (0, *kept)
 
     def draw(self, version: int) -> int:
         """The version that a group meets which starts at ``version`` of the policy: each of the
@@ -79,8 +80,8 @@ class PastPolicies(Observer):
         period = version // self._config.every
         earlier = [each for each in self.versions if each <= version]
 
-        def drawn(version: int) -> float:
-            return random.Random(f"{self._seed} past {period} {version}").random()
+        def drawn(candidate: int) -> float:
+            return random.Random(f"{self._seed} past {period} {candidate}").random()
 
         # Not ``choice``: when a version is removed, groups that met another one still do.
         return max(earlier, key=drawn)
@@ -111,10 +112,11 @@ class PastPolicies(Observer):
     def _keep(self, version: int) -> None:
         """Raises ``OSError``."""
         # `versions` may be read at any time, so the folder gets its name when it is complete.
-        partial = self._folder / f".step_{version}"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self._broadcasts / f"step_{version}", partial, copy_function=link_or_copy)
-        partial.rename(self._folder / f"step_{version}")
+        published = self._broadcasts / f"step_{version}"
+        incomplete = self._folder / f".step_{version}"
+        shutil.rmtree(incomplete, ignore_errors=True)
+        shutil.copytree(published, incomplete, copy_function=link_or_copy)
+        incomplete.rename(self._folder / f"step_{version}")
 
     # -- the engine ---------------------------------------------------------------------------
 

@@ -93,8 +93,12 @@ class WeightWatcher:
         if none comes for ``within`` seconds in which the trainer does nothing."""
         newest = -1  # none was seen
         deadline = time.monotonic() + within
-        while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
-            if held:
+        while True:
+            is_in_memory = only_in_memory(self._broadcasts / f"step_{newest}")
+            if newest >= version and not is_in_memory:
+                break
+
+            if is_in_memory:
                 want_files(self._broadcasts)
 
             # A step may take an hour. Only time in which the trainer does nothing counts.

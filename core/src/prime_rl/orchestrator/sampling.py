@@ -72,8 +72,8 @@ class Sampling(Observer):
         self._shared_state = SharedState(
             {env.name: [part.algorithm for part in parts_of(env.algorithm)] for env in envs}
         )
-        of_name = {env.name: env for env in envs}
-        self._sharing = [[of_name[name] for name in names] for names in sharing(algorithms)]
+        by_name = {env.name: env for env in envs}
+        self._sharing = [[by_name[name] for name in names] for names in sharing(algorithms)]
         """The envs that share an algorithm and its settings, together."""
         self.is_scoring = False
         """An algorithm is scoring a group or a batch: it may wait for a teacher."""
@@ -214,8 +214,9 @@ class Sampling(Observer):
         try:
             # Rollouts are cut before scoring: an algorithm may put its credit on the last token.
             rollouts = self._cut(group.env, await group.env.source.produce(request))
-            for rollout in rollouts if group.env.limits else ():
-                rollout.policy_version = group.policy_version
+            if group.env.limits:
+                for rollout in rollouts:
+                    rollout.policy_version = group.policy_version
         except RolloutFailed as failure:
             env = group.env.name
             result = failure.result
@@ -328,9 +329,9 @@ class Sampling(Observer):
         detail: dict[str, Any] = {} if share is None else {"evaluated": f"{share:.0%}"}
 
         paused = [engine.client.last_paused for engine in self.engines.fleet.serving]
-        known = [seconds for seconds in paused if seconds is not None]
-        if known:
-            detail["last_pause"] = f"{fmean(known):.3f} s"
+        pauses = [seconds for seconds in paused if seconds is not None]
+        if pauses:
+            detail["last_pause"] = f"{fmean(pauses):.3f} s"
 
         if self.curriculum is not None and self.curriculum.is_configured:
             detail["envs"] = self.curriculum.summary
@@ -363,10 +364,8 @@ class Sampling(Observer):
             )
             if isinstance(env.source, ExternalSource):
                 source = env.source.source
-                of_source = checked_metrics(source.metrics(), source, "metrics")
-                measured |= {
-                    f"source/{env.name}/{name}": value for name, value in of_source.items()
-                }
+                for name, value in checked_metrics(source.metrics(), source, "metrics").items():
+                    measured[f"source/{env.name}/{name}"] = value
 
         behind = self.dispatcher.versions_behind
         if behind:

@@ -238,12 +238,12 @@ def _check_columns(rollout: Rollout) -> None:
 def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
     name = f"{component}{WEIGHTS}"
     if name not in rollout.assigned:
-        ours = sample.loss_mask.astype(np.float32)
+        weights = sample.loss_mask.astype(np.float32)
         before = stream(sample, name)
         if before is not None:
             # Tokens of others, such as observations, keep what the algorithm gave them.
-            ours = np.where(sample.loss_mask, ours, before)
-        sample.set_stream(name, ours)
+            weights = np.where(sample.loss_mask, weights, before)
+        sample.set_stream(name, weights)
 
     # The tokens leave rl, unless the algorithm has weighed rl itself.
     if "rl_weights" not in rollout.assigned:
@@ -321,14 +321,18 @@ def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> No
 def _check_read(rollout: Rollout, action_loss: LossComponent, losses: Components) -> None:
     """Raises ``StreamError`` for a stream that no loss of the rollout reads."""
     names = {action_loss, *(name for s in rollout.samples for name in components(s))}
-    known = {name: [*losses[name].streams] for name in sorted(names) if name in losses}
-    for name, read in known.items():
-        read += [each for head in losses[name].read_heads for each in names_of(head.reads)]
+    read_by = {name: [*losses[name].streams] for name in sorted(names) if name in losses}
+    for name, streams in read_by.items():
+        for head in losses[name].read_heads:
+            streams += names_of(head.reads)
 
-    further = {name for sample in rollout.samples for name in sample.streams}
-    for name in sorted(further - {each for read in known.values() for each in read}):
+    written = {name for sample in rollout.samples for name in sample.streams}
+    unread = written.difference(*read_by.values())
+    for name in sorted(unread):
         if not name.endswith(WEIGHTS):  # core itself reads the weights of each component
-            reads = "; ".join(f"{n} reads {', '.join(read)}" for n, read in known.items() if read)
+            reads = "; ".join(
+                f"{loss} reads {', '.join(streams)}" for loss, streams in read_by.items() if streams
+            )
             raise StreamError(
                 f"env {rollout.env!r}, group {rollout.group_id}: no loss of these tokens reads the "
                 f"stream {name!r} ({reads}). Fix the name, or choose a loss that reads it."

@@ -73,7 +73,7 @@ class RolloutSource:
         """The fields of one example."""
         return self._environment.examples[index].fields
 
-    async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
+    async def produce(self, request: RolloutRequest) -> Sequence[Rollout]:
         """The rollouts of one request, without credit; none from a source that has run out, and of
         a member that ``prepare_rollout`` left out. Raises ``RolloutFailed``."""
         raise NotImplementedError
@@ -106,30 +106,30 @@ class Sampled(RolloutSource):
         self._router = router
         self._sampling = sampling
 
-    async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
+    async def produce(self, request: RolloutRequest) -> Sequence[Rollout]:
         try:
-            example = self._environment.examples[ask.example_id]
+            example = self._environment.examples[request.example_id]
         except ExampleFailed as error:
             raise RolloutFailed(failed("ExampleFailed", str(error))) from error
 
         prompt = example.fields.get("prompt")
-        place = {"env": self._env, "group_id": ask.group_id, "example_id": ask.example_id}
-        plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
-        if ask.prepare is not None:
-            await ask.prepare(plan)
+        place = {"env": self._env, "group_id": request.group_id, "example_id": request.example_id}
+        plan = RolloutPlan(**place, member=request.member, prompt=prompt, **dict(self._sampling))
+        if request.prepare is not None:
+            await request.prepare(plan)
 
         # `prepare_rollout` may have lowered the group size, so that this member is left out.
-        if ask.member >= (plan.group_size or ask.member + 1):
+        if request.member >= (plan.group_size or request.member + 1):
             return []
 
         if self._past is None:
-            results = await self._episode(ask, plan)
+            results = await self._episode(request, plan)
         else:
             # The draw depends on the group's version, so all members meet the same opponent.
             if plan.past is None:
-                plan.past = self._past.draw(ask.policy_version)
+                plan.past = self._past.draw(request.policy_version)
             async with self._past.at(plan.past):
-                results = await self._episode(ask, plan)
+                results = await self._episode(request, plan)
 
         failure = next((result for result in results if not result.ok), None)
         if failure:
@@ -140,53 +140,55 @@ class Sampled(RolloutSource):
             reason = "a message has an image, and there is no training on images; expected text"
             raise RolloutFailed(failed(BAD_RESULT, reason))
 
-        built = [self._rollout(ask, plan, result) for result in trainable]
+        built = [self._rollout(request, plan, result) for result in trainable]
         rollouts = [rollout for rollout in built if rollout.samples]
         if not rollouts:
             raise RolloutFailed(failed("NoTokens", "no agent left tokens to train"))
 
         return rollouts
 
-    async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
-        example = self._environment.examples[ask.example_id].with_prompt(plan.prompt)
+    async def _episode(self, request: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
+        example = self._environment.examples[request.example_id].with_prompt(plan.prompt)
         sampling = train_sampling(plan)
         return await self._router.run(
-            ask.group_id,
+            request.group_id,
             lambda endpoint: self._environment.run(
                 example,
                 model=endpoint,
                 sampling=sampling,
-                group_id=ask.group_id,
+                group_id=request.group_id,
                 # The cached keys and values of a prefix are of the weights that computed them.
-                cache_salt=self._cache_salt(ask, plan),
-                seed=ask.seed,
+                cache_salt=self._cache_salt(request, plan),
+                seed=request.seed,
             ),
         )
 
-    def _cache_salt(self, ask: RolloutRequest, plan: RolloutPlan) -> str | None:
+    def _cache_salt(self, request: RolloutRequest, plan: RolloutPlan) -> str | None:
         """An agent of an earlier version sends it too, to an engine whose weights change."""
         if not self.is_live:
             return None
         past = "" if self._past is None else f" past {plan.past}"
-        return f"{ask.policy_version}{past}"
+        return f"{request.policy_version}{past}"
 
-    def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
+    def _rollout(
+        self, request: RolloutRequest, plan: RolloutPlan, result: RolloutResult
+    ) -> Rollout:
         rollout = build_rollout(
             result,
             env=self._env,
-            example_id=ask.example_id,
-            group_id=ask.group_id,
-            policy_version=ask.policy_version,
+            example_id=request.example_id,
+            group_id=request.group_id,
+            policy_version=request.policy_version,
             temperature=plan.temperature,
         )
 
-        rollout.episode_id = ask.member
+        rollout.episode_id = request.member
         rollout.source = self.label
 
         if self._past is not None:
             rollout.info["past_version"] = plan.past
         # An agent may have a task of its own.
-        rollout.task = result.task_fields or dict(self.task(ask.example_id))
+        rollout.task = result.task_fields or dict(self.task(request.example_id))
         return rollout
 
 
@@ -224,13 +226,15 @@ class SampledFrozen(Sampled):
         self._rendering = rendering
         self._chat = client == "chat"
 
-    async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
+    async def _episode(self, request: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
         async with self._slots:
-            return await super()._episode(ask, plan)
+            return await super()._episode(request, plan)
 
-    def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
+    def _rollout(
+        self, request: RolloutRequest, plan: RolloutPlan, result: RolloutResult
+    ) -> Rollout:
         if not self._chat:
-            return super()._rollout(ask, plan, result)
+            return super()._rollout(request, plan, result)
 
         if result.had_tools:
             raise ConfigError(
@@ -240,7 +244,7 @@ class SampledFrozen(Sampled):
             )
 
         # The branches are left out, because the samples come from the messages.
-        rollout = super()._rollout(ask, plan, replace(result, branches=[]))
+        rollout = super()._rollout(request, plan, replace(result, branches=[]))
         rendering = self._rendering()
         try:
             samples = rendering.supervised_samples(result.wire_messages)
@@ -286,5 +290,5 @@ class ExternalSource(RolloutSource):
     def settled(self, rollouts: Sequence[Rollout], reason: str | None) -> None:
         self.source.settled(rollouts, reason)
 
-    async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        return await self.source.group(ask)
+    async def produce(self, request: RolloutRequest) -> Sequence[Rollout]:
+        return await self.source.group(request)

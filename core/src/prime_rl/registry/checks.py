@@ -22,8 +22,12 @@ SPECS: dict[str, Callable[..., Any]] = {
 }
 ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefunction(spec)}
 TRAINER_HOOKS = {
-    *("register_losses", "register_heads", "register_trainer_observers", "register_tunings"),
-    *("register_kernels", "register_optimizers"),
+    "register_losses",
+    "register_heads",
+    "register_trainer_observers",
+    "register_tunings",
+    "register_kernels",
+    "register_optimizers",
 }
 SHARED_HOOKS = {"register_weight_transports", "register_observers"}
 """Hooks of both entry-point groups."""
@@ -120,16 +124,21 @@ def _misspelt_hook(plugin: object, name: str, function: Callable[..., Any]) -> s
     close = difflib.get_close_matches(name, SPECS, n=1, cutoff=0.85)
     if not close or name in SPECS:
         return None
+
+    (hook,) = close
     taken = set(inspect.signature(function).parameters)
-    known = set(inspect.signature(SPECS[close[0]]).parameters)
-    return close[0] if taken <= known and (taken or not known) else None
+    passed = set(inspect.signature(SPECS[hook]).parameters)
+    # A function that takes nothing is like a hook only if nothing is passed to the hook.
+    looks_like_it = taken <= passed and (bool(taken) or not passed)
+    return hook if looks_like_it else None
 
 
 def _check_version(plugin: object, where: str) -> None:
-    for name in () if isinstance(plugin, type) else getattr(plugin, "__dict__", {}):
-        if name != "prime_rl_contract" and difflib.get_close_matches(
-            name, ["prime_rl_contract"], n=1, cutoff=0.85
-        ):
+    attributes = {} if isinstance(plugin, type) else getattr(plugin, "__dict__", {})
+    for name in attributes:
+        if name == "prime_rl_contract":
+            continue
+        if difflib.get_close_matches(name, ["prime_rl_contract"], n=1, cutoff=0.85):
             raise PluginError(
                 f"plugin {where}: {name!r} is read by nothing; did you mean 'prime_rl_contract'?"
             )

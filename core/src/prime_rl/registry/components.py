@@ -173,21 +173,30 @@ class Components:
         return losses
 
     def __getitem__(self, name: LossComponent) -> Component:
-        """Raises ``ConfigError`` if no such loss is installed, or its settings are wrong."""
+        """Made when it is first read. Raises ``ConfigError`` if no such loss is installed, or its
+        settings are wrong."""
         if name not in self.made:
-            is_rl = name == "rl"
-            table = self.tables.get(name, LossTable())
-            where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
-
-            type_name = getattr(table, "type", "") if is_rl else name
-            chosen = select(LOSS, type_name, offers=self.installed, where=where)
-            settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
-            self.made[name] = self._component(name, chosen, settings=settings)
-
+            self._make(name)
         return self.made[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.made or name in self.installed
+
+    def make_all(self) -> None:
+        """Make the loss of every table now. Raises ``ConfigError`` as for one that is read."""
+        for name in self.tables:
+            if name not in self.made:
+                self._make(name)
+
+    def _make(self, name: LossComponent) -> None:
+        is_rl = name == "rl"
+        table = self.tables.get(name, LossTable())
+        where = "trainer.loss" if is_rl else f"trainer.losses.{name}"
+
+        type_name = getattr(table, "type", "") if is_rl else name
+        chosen = select(LOSS, type_name, offers=self.installed, where=where)
+        settings = settings_of(chosen, LOSS, settings=table.settings, where=where)
+        self.made[name] = self._component(name, chosen, settings=settings)
 
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
         """Raises ``ConfigError`` if the run selects a divisor that the loss does not allow."""
@@ -283,12 +292,8 @@ def _check_head(head: Head, table: HeadTable, where: str) -> None:
 
 def _check_declared(cls: type[Loss]) -> None:
     """Raises ``PluginError`` for class attributes that nothing would read as they are meant."""
-    names = [read if isinstance(read, str) else read[0] for read in cls.reads]
-    bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
-    bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
     problem = ""
-
-    if isinstance(cls.reads, str) or bad:
+    if isinstance(cls.reads, str) or not all(map(_can_be_read, cls.reads)):
         problem = (
             f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
             f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
@@ -301,6 +306,14 @@ def _check_declared(cls: type[Loss]) -> None:
 
     if problem:
         raise PluginError(f"loss class {cls.__qualname__}: {problem}.")
+
+
+def _can_be_read(read: Read) -> bool:
+    """Whether a loss may declare this, a name or ``(name, default)``."""
+    name, has_default = (read, False) if isinstance(read, str) else (read[0], True)
+    if name in COMPUTED:
+        return not has_default
+    return name not in RESERVED and not name.endswith(WEIGHTS)
 
 
 @cache

@@ -35,10 +35,10 @@ def problem_of(cls: type[Any], base: Any, hooks: Iterable[str]) -> str:
 
 def misspelt_attribute(instance: Offer, base: Any) -> str:
     """An attribute that ``__init__`` sets, and that looks like one of the base class."""
-    known = _attributes(base)
-    names = (name for name in vars(instance) if name not in known and not name.startswith("_"))
+    attributes = _attributes(base)
+    names = (name for name in vars(instance) if name not in attributes and not name.startswith("_"))
     # What ``__init__`` sets may have any name: only a declaration of the contract is taken.
-    declared = sorted(name for name in known if name not in ("config", "name"))
+    declared = sorted(name for name in attributes if name not in ("config", "name"))
     for name in names:
         close = difflib.get_close_matches(name, declared, n=1, cutoff=0.85)
         if close:
@@ -52,11 +52,11 @@ def _misspelt(cls: type[Any], base: Any, hooks: Iterable[str]) -> Iterator[str]:
     methods = _methods(base) | set(hooks)
     for name, member in _own_members(cls, base):
         is_method = inspect.isroutine(getattr(member, "__func__", member))
-        known = methods if is_method else attributes
         if name in attributes or name in methods:
             continue
 
-        close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=LIKE)
+        candidates = sorted(methods if is_method else attributes)
+        close = difflib.get_close_matches(name, candidates, n=1, cutoff=LIKE)
         if close:
             yield _said(f"{cls.__qualname__}.{name}", base, close[0])
 

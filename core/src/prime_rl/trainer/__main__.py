@@ -133,7 +133,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)
-    [*map(losses.__getitem__, losses.tables)]  # before the slow import: an error at once
+    losses.make_all()
 
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
@@ -141,7 +141,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
 
-    # These checks need no torch, so they run before the slow import.
+    # These checks need no torch, and neither do the parts above. So a wrong setting is an error at
+    # once, before the slow import.
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
 
@@ -200,16 +201,18 @@ def train_here(
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
-    model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
+    model = load_model(
+        model_path, config.trainer, tuning=tuning, adapter=launch.adapter, on_host=colocated
+    )
     check_positions(model.config, config.seq_len)
 
     trainer = Trainer(
         model,
         losses,
-        config.trainer,
-        config.max_steps,
-        observers,
-        colocated,
+        config=config.trainer,
+        max_steps=config.max_steps,
+        observers=observers,
+        colocated=colocated,
         initial=launch.initial,
         kernel=kernel,
         maker=maker,
@@ -225,9 +228,9 @@ def train_here(
         restore(trainer, launch.checkpoint)
         logger.info("resumed from %s", launch.checkpoint.directory)
         resumed = launch.checkpoint.step
-        publish_earlier(trainer, run_dir, resumed, status, resumed=True)
+        publish_earlier(trainer, run_dir, step=resumed, status=status, resumed=True)
 
-    checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
+    checkpointer = Checkpointer(run_dir, config.ckpt, model_path=model_path, resumed=resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
 
     try:
@@ -247,7 +250,7 @@ def train_here(
     finally:
         receiver.close()
 
-    finish(trainer, model_path, run_dir, status)
+    finish(trainer, model_path, run_dir=run_dir, status=status)
 
 
 def set_up_logging(level: str, rank: Rank) -> None:

@@ -92,19 +92,21 @@ class Checkpointer:
         ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
         """
         self.wait(status)
-        keep = partial(parallel.on_main, partial(self._keep, trainer, step, published))
+        keep = partial(self._keep, trainer, step, published=published)
         try:
             # The trainer's part alone could never become a complete checkpoint.
             parallel.on_main(partial(self._check_orchestrators_part, step))
-            retry(keep, f"begin the checkpoint of step {step}", status)
+            retry(partial(parallel.on_main, keep), f"begin the checkpoint of step {step}", status)
         except (OSError, WeightsError) as error:
             self._give_up(step, error)
             return
 
-        state = snapshot(trainer, step)
-        reference = trainer.references.version
         self._pending = self._thread.submit(
-            self._write, step, state, trainer.model.config, reference
+            self._write,
+            step,
+            state=snapshot(trainer, step),
+            config=trainer.model.config,
+            reference=trainer.references.version,
         )
 
     def _check_orchestrators_part(self, step: int) -> None:
@@ -147,7 +149,7 @@ class Checkpointer:
     def _write(self, step: int, state: dict[str, Any], config: Any, reference: int) -> None:
         """``reference``: version of the weights that became it; 0: the first ones."""
         try:
-            attempt = partial(self._attempt, step, state, config, reference)
+            attempt = partial(self._attempt, step, state, config=config, reference=reference)
             retry(attempt, f"write the checkpoint of step {step}")
         except Exception as error:  # the run goes on; the checkpoint before is as it was
             self._give_up(step, error)
@@ -216,8 +218,8 @@ def save_states(trainer: TrainerState, folder: Path) -> None:
 
 def load_states(trainer: TrainerState, folder: Path) -> None:
     """Restore it. A state of a loss or head that the run has no more is left alone."""
-    for component in trainer.losses.tables:
-        trainer.losses[component]  # make it: its state is there before its first batch
+    # A loss is made when it is first read, which may be in a later batch. Its state is loaded now.
+    trainer.losses.make_all()
 
     owners = trainer.stateful()
     for path in sorted(folder.glob("*")):
@@ -280,8 +282,10 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     A parameter that had no gradient before the checkpoint, and so has no state in it, begins with a
     new one. Raises ``ConfigError`` if the checkpoint is not of this model or optimizer.
     """
-    if reference := checkpoint.reference:
+    reference = checkpoint.reference
+    if reference:
         trainer.references.reset(reference)  # its tensors, which are loaded in place
+
     state = _state(trainer) | {"step": torch.tensor(-1)}  # overwritten by the load; checked below
     if (checkpoint.trainer / ".metadata").exists():
         raise ConfigError(
@@ -323,8 +327,8 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
 
     with torch.no_grad():
         set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
-        for name, (module, its) in trainer.heads.items():  # their weights were loaded in place
-            set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
+        for name, (module, optimizer) in trainer.heads.items():  # weights were loaded in place
+            set_optimizer_state_dict(module, optimizer, state["heads"][name]["optimizer"])
 
     load_states(trainer, checkpoint.states)
     # Restored after the plugins' states: a plugin's `load` may draw random numbers.
@@ -341,11 +345,16 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
 def _state(trainer: TrainerState) -> dict[str, Any]:
     """Sharded like the weights. The weights of heads and of the average are saved too, because they
     are published nowhere."""
-    optimizer = _optimizer_state(trainer.model, trainer.optimizer)
-    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state(), "heads": {}}
-    for name, (module, its) in trainer.heads.items():
-        state_of_head = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
-        state["heads"][name] = state_of_head
+    state: dict[str, Any] = {
+        "optimizer": _optimizer_state(trainer.model, trainer.optimizer),
+        "rng": torch.get_rng_state(),
+        "heads": {},
+    }
+    for name, (module, optimizer) in trainer.heads.items():
+        state["heads"][name] = {
+            "weights": module.state_dict(),
+            "optimizer": _optimizer_state(module, optimizer),
+        }
 
     if trainer.references.average:
         state["ema"] = trainer.references.average  # restored in place

@@ -55,7 +55,7 @@ def _part() -> int:
     return dist.get_rank(_group) if _group else 0
 
 
-def by_row(values: Sequence[Value]) -> Sequence[Value]:
+def one_per_row(values: Sequence[Value]) -> Sequence[Value]:
     """From a value per rank, in order of rank, the values of one rank per row."""
     return values[:: num_parts()]
 
@@ -92,18 +92,18 @@ def part_of_targets(num_targets: int, device: torch.device) -> Tensor | None:
     return torch.arange(first, first + size, device=device).clamp_(max=num_targets - 1)
 
 
-def whole(part: Tensor, length: int | None = None) -> Tensor:
+def gather_parts(part: Tensor, length: int | None = None) -> Tensor:
     """The parts of all ranks, end to end: [parts * U, ...], of which the first ``length`` are
     kept. Its gradient is summed over the ranks."""
     if _group is None:
         return part
 
-    gather: Any = _Whole.apply
+    gather: Any = _GatherParts.apply
     rows: Tensor = gather(part, _group)
     return rows[:length]
 
 
-class _Whole(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

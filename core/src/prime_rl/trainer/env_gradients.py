@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import combinations_with_replacement, groupby
 
 import numpy as np
 import torch
@@ -91,16 +91,12 @@ class EnvGradients:
         sums = np.zeros((number, number))
 
         for gradients in zip(*self._kept.values(), strict=True):
-            local = [None if each is None else _local(each) for each in gradients]
-            # The products are symmetric, so half of them are enough.
-            for i, first in enumerate(local):
-                for j, second in enumerate(local[: i + 1]):
-                    if first is not None and second is not None:
-                        product = float((first * second).sum(dtype=torch.float64))
-                        sums[i, j] += product
-                        if i != j:
-                            sums[j, i] += product
+            present = [(i, _local(each)) for i, each in enumerate(gradients) if each is not None]
+            # The products are symmetric, so the upper half is enough.
+            for (i, first), (j, second) in combinations_with_replacement(present, 2):
+                sums[i, j] += float((first * second).sum(dtype=torch.float64))
 
+        sums += np.triu(sums, 1).T
         parts = parallel.gather(sums.tolist())
         total: np.ndarray = np.sum(parts, axis=0) / (replicas if len(parts) > 1 else 1)
         return total

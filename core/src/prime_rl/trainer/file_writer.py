@@ -156,8 +156,9 @@ class FileWriter:
         # Only this thread waits for the copies. The next step trains meanwhile.
         if copy.copied is not None:
             copy.copied.synchronize()
-        fill = partial(self._publisher.fill, version, partial(copy.write, group=self._group))
-        retry(partial(fill, self._group), f"publish weights version {version}")
+        write = partial(copy.write, group=self._group)
+        publish = partial(self._publisher.fill, version, write, group=self._group)
+        retry(publish, f"publish weights version {version}")
 
         if parallel.rank() == 0:
             announce = partial(self._publisher.announce, version)

@@ -74,7 +74,7 @@ class HeadModule(nn.Module):
         if self.model is not None:
             hidden = packing.hidden_states(self.model, row.layout)
         if self.module is None:
-            return {self.name: self.logprobs(row, hidden, packing, kernel)}
+            return {self.name: self.logprobs(row, hidden, packing=packing, kernel=kernel)}
 
         # Without targets one state keeps the graph: the backward pass has to run on every rank.
         states = hidden[row.layout.sources] if len(row.targets) else hidden[:1]
@@ -116,12 +116,12 @@ class HeadModule(nn.Module):
     ) -> Tensor:
         """[T] log π under the head's own model."""
         assert self.model is not None
-        found, _ = token_logprobs(self.model, row, packing, kernel, hidden=hidden)
+        logprobs, _ = token_logprobs(self.model, row, packing=packing, kernel=kernel, hidden=hidden)
         # Tokens that are no target get 0.0 instead of log(1/V). The product keeps the graph.
-        output = 0.0 * found
+        output = 0.0 * logprobs
         if not len(row.targets):
             return output
-        return output.index_copy(0, row.targets, found[row.targets])
+        return output.index_copy(0, row.targets, logprobs[row.targets])
 
 
 def make_optimizers(
@@ -176,26 +176,31 @@ def write_streams(
         if head.scope == "group":
             rollouts = unit_ids(micro_batch, "rollout_ids")
 
-        read = _read(head, micro_batch, row, computed)
+        read = _read(head, micro_batch, row=row, computed=computed)
         defaults = head_defaults(head)
 
         for unit in np.unique(units[owners[mask]]):
             sequences = np.flatnonzero(units == unit)
             at = np.flatnonzero(np.isin(owners, sequences))
+            ends_of_unit = None
+            if ends is not None:
+                ends_of_unit = _of_trained(ends, mask, owners=owners, sequences=sequences)
+
             inputs = HeadInputs(
                 outputs=values[at],
                 loss_mask=mask[at],
                 streams=_of_unit(read, defaults, at),
                 lengths=tuple(micro_batch.sequence_lengths[sequences].tolist()),
                 rollouts=tuple(rollouts[sequences].tolist()),
-                ends=None if ends is None else _of_trained(ends, mask, owners, sequences),
+                ends=ends_of_unit,
             )
 
             with running(name, hook="prepare", owner=head):
                 written = head.prepare(inputs)
 
             env = micro_batch.envs[micro_batch.env_ids[sequences[0]]]
-            _put(micro_batch, head, written=written, at=at, where=f"env {env!r}: head {name!r}")
+            where = f"env {env!r}: head {name!r}"
+            _write_prepared(micro_batch, head, written=written, at=at, where=where)
 
 
 def _in_batch_order(row: PackedRow, column: Tensor) -> npt.NDArray[Any]:
@@ -246,7 +251,9 @@ def _of_trained(
     return chosen
 
 
-def _put(micro_batch: MicroBatch, head: Head, written: Any, at: Ints, where: str) -> None:
+def _write_prepared(
+    micro_batch: MicroBatch, head: Head, written: Any, at: Ints, where: str
+) -> None:
     """Write what ``prepare`` gave for the tokens ``at``."""
     if not isinstance(written, Mapping) or written.keys() != set(head.writes):
         raise StreamError(f"{where}: prepare gave {written!r}, expected the streams {head.writes}")

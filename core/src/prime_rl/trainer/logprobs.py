@@ -95,7 +95,7 @@ def token_logprobs(
         computed = apply(logits, temperatures, labels, entropy_gradient)
 
     # With context parallelism each rank has a part of the targets, and the loss needs all.
-    chosen, entropy = (context.whole(column, len(row.targets)) for column in computed)
+    chosen, entropy = (context.gather_parts(column, len(row.targets)) for column in computed)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 

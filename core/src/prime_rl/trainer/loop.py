@@ -83,11 +83,13 @@ class Trainer(TrainerState):
         is_due = reset is not None and step % reset.interval == 0
         if reset is not None and is_due:
             self.references.reset(step)
-            too = ""
+            optimizer_note = ""
             if reset.optimizer:
                 self.optimizer.state.clear()
-                too = ", and its optimizer begins anew"
-            logger.info("step %d: the reference is the policy of version %d%s", step, step, too)
+                optimizer_note = ", and its optimizer begins anew"
+            logger.info(
+                "step %d: the reference is the policy of version %d%s", step, step, optimizer_note
+            )
 
         return {"reference/version": float(before), "reference/reset": float(is_due)}
 
@@ -119,7 +121,9 @@ def train(
 
     # Whether the previous step was saved: a run that stops after it must not save it twice.
     due = False
-    saving = passing_on = 0.0  # of the step before, and reported with the next
+    # Seconds of the step before, which are reported with the next.
+    saving = 0.0
+    passing_on = 0.0
 
     for observer in trainer.observers:
         observer.started(trainer, run_dir)
@@ -177,7 +181,7 @@ def train(
         announced = time.perf_counter()
 
         if checkpointer is not None and due:  # last: engines need not wait for it
-            checkpointer.save(trainer, step, publisher.path(step), status)
+            checkpointer.save(trainer, step, published=publisher.path(step), status=status)
         saving = time.perf_counter() - announced
 
         for observer in trainer.observers:
@@ -214,7 +218,8 @@ def _publish(
     doing = f"publish the weights of {column}, version {version}"
     with trainer.references.within(column):
         retry(partial(publisher.write, trainer.model, version), doing, status)
-    parallel.on_main(partial(retry, partial(publisher.announce, version), doing, status))
+    announce = partial(publisher.announce, version)
+    parallel.on_main(lambda: retry(announce, doing, status))
 
 
 def _end_early(
@@ -229,7 +234,7 @@ def _end_early(
     due = checkpointer is not None and checkpointer.is_due(step, step)
     published = broadcaster.settle(exact=due)
     if checkpointer is not None and due:
-        checkpointer.save(trainer, step, published, status)
+        checkpointer.save(trainer, step, published=published, status=status)
 
 
 def wait_for_batch(
@@ -293,5 +298,5 @@ def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) ->
     """Export the trained policy as a model folder."""
     status.report("exporting the trained model")
     with torch.no_grad():
-        write = partial(export, trainer.model, model_path, run_dir / "weights")
+        write = partial(export, trainer.model, model_path, directory=run_dir / "weights")
         retry(write, "export the trained model", status)

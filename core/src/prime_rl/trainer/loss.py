@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -96,30 +97,23 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     sequences: Counter[Key] = Counter()
     sizes: defaultdict[Key, Counter[int]] = defaultdict(Counter)
 
-    # On the host, from the packed columns: a count on the device would wait for it.
     for row in micro_batches:
-        owners = np.repeat(np.arange(row.num_sequences), row.sequence_lengths)
+        for key, of_env in _members_by_env(row):
+            tokens[key] += int(of_env.sum())
+            sequences[key] += int((of_env > 0).sum())
 
-        for name in components(row):
-            numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
-            for env in np.unique(row.env_ids[numbers > 0]).tolist():
-                key = (name, row.envs[env])
-
-                of_env = np.where(row.env_ids == env, numbers, 0)  # [S]
-                tokens[key] += int(of_env.sum())
-                sequences[key] += int((of_env > 0).sum())
-
-                # A rollout or group may lie in several sequences, rows and ranks.
-                unit = losses[name].unit
-                if unit in ("rollouts", "groups"):
-                    ids = unit_ids(row, f"{unit[:-1]}_ids")
-                    for sequence in of_env.nonzero()[0]:
-                        sizes[key][int(ids[sequence])] += int(of_env[sequence])
+            # A rollout or group may lie in several sequences, rows and ranks.
+            name, _ = key
+            unit = losses[name].unit
+            if unit in ("rollouts", "groups"):
+                ids = unit_ids(row, f"{unit[:-1]}_ids")
+                for sequence in of_env.nonzero()[0]:
+                    sizes[key][int(ids[sequence])] += int(of_env[sequence])
 
     # The denominators are those of the whole step: every rank needs the others' counts before its
     # first backward pass.
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
-    parts = context.by_row(parallel.gather((sent, sum(map(len, micro_batches)))))
+    parts = context.one_per_row(parallel.gather((sent, sum(map(len, micro_batches)))))
 
     tokens = Counter()
     sequences = Counter()
@@ -133,6 +127,16 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     # Ids are those of the batch, so a rollout that lies on two ranks counts once.
     units = {key: len(sizes[key]) or number for key, number in sequences.items()}
     return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units=units, sizes=sizes)
+
+
+def _members_by_env(row: MicroBatch) -> Iterator[tuple[Key, npt.NDArray[np.int64]]]:
+    """The member tokens of each sequence, [S], by component and env; only those that have any."""
+    # On the host, from the packed columns: a count on the device would wait for it.
+    owners = np.repeat(np.arange(row.num_sequences), row.sequence_lengths)
+    for name in components(row):
+        numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
+        for env in np.unique(row.env_ids[numbers > 0]).tolist():
+            yield (name, row.envs[env]), np.where(row.env_ids == env, numbers, 0)
 
 
 def unit_ids(row: MicroBatch, name: str) -> Any:
@@ -264,9 +268,10 @@ def _columns(
             columns[name] = row.sequence_ids
         elif name == "policy_lag":  # None: the batch does not say
             columns[name] = row.streams.get(name)
-        elif (of_sequences := row.of_sequences.get(name)) is not None:
+        elif name in row.of_sequences:
             dtype = np.float32 if name == "temperatures" else np.int64
-            columns[name] = to_device(of_sequences, dtype, device)[row.sequence_ids]
+            of_sequences = to_device(row.of_sequences[name], dtype, device)  # [S]
+            columns[name] = of_sequences[row.sequence_ids]
 
     for name in component.streams:
         column = row.streams.get(name)
@@ -399,32 +404,34 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
     rl. Raises ``PluginError`` for outputs that break the contract."""
     name = component.cls.name if hasattr(component.cls, "name") else component.name
     if not isinstance(outputs, LossOutputs):
-        returned = type(outputs).__name__
-    elif not isinstance(outputs.loss, Tensor):
-        returned = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
-    elif outputs.loss.dim():
-        returned = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
-    else:
-        # Components that report the same metric must not overwrite each other. The loss of rl
-        # keeps the plain names, which graphs of other runs have.
-        is_rl = component.name == "rl"
-        labels = {}
-        for metric in outputs.metrics:
-            has_name = metric.partition("/")[0] == component.name
-            labels[metric] = metric if is_rl or has_name else f"{component.name}/{metric}"
+        raise _no_sum(name, type(outputs).__name__)
+    if not isinstance(outputs.loss, Tensor):
+        raise _no_sum(name, f"LossOutputs with a loss of type {type(outputs.loss).__name__}")
+    if outputs.loss.dim():
+        raise _no_sum(name, f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}")
 
-        for metric, label in labels.items():
-            first = label.partition("/")[0]
-            if first in TAKEN or (is_rl and first != name and first in losses):
-                raise PluginError(
-                    f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
-                    f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."
-                )
+    # Components that report the same metric must not overwrite each other. The loss of rl keeps the
+    # plain names, which graphs of other runs have.
+    is_rl = component.name == "rl"
+    labels = {}
+    for metric in outputs.metrics:
+        has_name = metric.partition("/")[0] == component.name
+        labels[metric] = metric if is_rl or has_name else f"{component.name}/{metric}"
 
-        metrics = {labels[metric]: value for metric, value in outputs.metrics.items()}
-        return replace(outputs, metrics=metrics)
+    for metric, label in labels.items():
+        first = label.partition("/")[0]
+        if first in TAKEN or (is_rl and first != name and first in losses):
+            raise PluginError(
+                f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
+                f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."
+            )
 
-    raise PluginError(
+    metrics = {labels[metric]: value for metric, value in outputs.metrics.items()}
+    return replace(outputs, metrics=metrics)
+
+
+def _no_sum(name: str, returned: str) -> PluginError:
+    return PluginError(
         f"loss {name!r} returned {returned}, expected LossOutputs with a 0-dim tensor: the sum "
         "over loss_mask. Fix its __call__."
     )

@@ -127,12 +127,12 @@ def _leak_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
     for place in range(len(before.loss_mask)):
         for factor in FACTORS:
             # All columns together first, for speed. Single columns then name the one that leaks.
-            of_all = _gradients(loss, _moved(before, columns, place, factor))
-            if not _differs(expected, of_all, place):
+            moved = _moved(before, columns, place=place, factor=factor)
+            if not _differs(expected, _gradients(loss, moved), place):
                 continue
 
             for name in columns:
-                moved = _moved(before, [name], place, factor)
+                moved = _moved(before, [name], place=place, factor=factor)
                 change = _differs(expected, _gradients(loss, moved), place)
                 if change:
                     shown = "log π" if name == "trainer_logprobs" else name
@@ -148,22 +148,22 @@ def _leak_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> st
 def _in_every_shape(cls: type[Loss], judge: Callable[[frozenset[str]], str]) -> str:
     """What ``judge`` says, if it says so whichever streams have several numbers for each token:
     which they are, nothing declares. Raises the first error if it can be asked in no shape."""
-    said = ""
-    first: Exception | None = None
+    first_problem = ""
+    first_error: Exception | None = None
 
     for vectors in shapes_of(cls):
         try:
             problem = judge(vectors)
         except Exception as error:
-            first = first or error
+            first_error = first_error or error
             continue
         if not problem:
             return ""
-        said = said or problem
+        first_problem = first_problem or problem
 
-    if not said and first is not None:
-        raise first
-    return said
+    if not first_problem and first_error is not None:
+        raise first_error
+    return first_problem
 
 
 def shapes_of(cls: type[Loss]) -> list[frozenset[str]]:

@@ -245,7 +245,7 @@ class StepMetrics:
         of_ranks: list[tuple[Sequence[Entry], Floats]] = [
             (entries, row) for (entries, _), row in zip(described, rows, strict=True)
         ]
-        return [*context.by_row(of_ranks)]
+        return [*context.one_per_row(of_ranks)]
 
 
 def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]:

@@ -164,10 +164,18 @@ class Policy(nn.Module):
 
         heads: dict[str, Tensor] = {}
         for head in read:
-            heads |= head(row, hidden, packing, self.kernel)
+            heads |= head(row, hidden, packing=packing, kernel=self.kernel)
 
-        options = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
-        return *token_logprobs(self.model, row, packing, self.kernel, *options), heads
+        logprobs, entropies = token_logprobs(
+            self.model,
+            row,
+            packing=packing,
+            kernel=self.kernel,
+            entropy_gradient="entropies" in self.read,
+            hidden=hidden,
+            top="top_logprobs" in self.read,
+        )
+        return logprobs, entropies, heads
 
     def replay(self, row: PackedRow) -> Replay | None:
         """The replay of the experts that this rank's tokens were sampled by. None: the row has

@@ -122,13 +122,14 @@ def make_row(
     trained = _union([each.tokens for each in shares.values()])
     targets = trained[positions[trained] > 0]  # nothing predicts a first token
 
-    streams = {
-        name: column[tokens]
-        for name in stream_names(micro_batch)
-        if not name.endswith(WEIGHTS)
-        and name != ROUTES
-        and (column := stream(micro_batch, name)) is not None
-    }
+    streams = {}
+    for name in stream_names(micro_batch):
+        if name.endswith(WEIGHTS) or name == ROUTES:
+            continue
+        column = stream(micro_batch, name)
+        if column is not None:
+            streams[name] = column[tokens]
+
     # A sequence has a stream for all of its tokens or for none: its first token tells.
     absent = {name: is_absent(column[positions == 0]) for name, column in streams.items()}
 
@@ -148,7 +149,14 @@ def make_row(
 
     # `of_tokens` are token ids, or numbers that stand for a token with its experts.
     def lay_out(of_tokens: Ints) -> Layout:
-        return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
+        return packing.lay_out(
+            of_tokens,
+            sequence_ids,
+            lengths=lengths,
+            targets=targets,
+            device=device,
+            ends=ends,
+        )
 
     routes = micro_batch.streams.get(ROUTES) if with_routes else None
     if routes is None:

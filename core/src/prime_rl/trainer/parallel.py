@@ -330,7 +330,7 @@ def shard(
 
     # On meta while FSDP cuts them, so that no rank needs memory for the whole model.
     for value, where in places.items():
-        _put(where, value.detach().to("meta"), value)
+        _set_parameter(where, value.detach().to("meta"), like=value)
 
     resident = {weight for module in experts for weight in module.parameters()}
     ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
@@ -356,7 +356,7 @@ def shard(
         else:
             part = torch.empty_like(weight, device=home or device, dtype=dtype)
         fill(part, value)
-        _put(where, part, value)
+        _set_parameter(where, part, like=value)
 
 
 def _resident(weight: Tensor, mesh: Any, device: torch.device) -> Tensor:
@@ -381,7 +381,8 @@ def sum_over_replicas(gradients: Iterable[Tensor | None], dtype: torch.dtype) ->
             local.copy_(rounded)
 
 
-def _put(where: list[tuple[nn.Module, str]], value: Tensor, like: nn.Parameter) -> None:
+def _set_parameter(where: list[tuple[nn.Module, str]], value: Tensor, like: nn.Parameter) -> None:
+    """``value`` becomes the parameter at every place of a tied one, trained if ``like`` is."""
     parameter = nn.Parameter(value.detach(), like.requires_grad)
     for module, name in where:
         module._parameters[name] = parameter

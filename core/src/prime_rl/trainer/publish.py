@@ -180,7 +180,7 @@ class Broadcaster:
         if answers[0][1]:
             self._write_files()
 
-        return all(has for has, _ in answers)
+        return all(has_batch for has_batch, _ in answers)
 
     @property
     def being_written(self) -> int | None:
@@ -215,7 +215,7 @@ class Broadcaster:
         """Every rank calls this."""
         if self._writer is not None:  # the versions before
             self._writer.wait()
-        write = partial(self._publisher.write, self._model, self._version, exact)
+        write = partial(self._publisher.write, self._model, self._version, exact=exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
             # If the marker stayed, every later version would be written as files and never sent.

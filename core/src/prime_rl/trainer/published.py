@@ -85,7 +85,7 @@ class Publisher:
         with disk_errors(f"write weights version {version}", final):
             parallel.on_main(partial(clear, unfinished, final), group)
             write(unfinished)
-            parallel.on_main(partial(_put, unfinished, final), group)
+            parallel.on_main(partial(_move_into_place, unfinished, final), group)
 
     def size(self, version: int) -> float:
         """MiB of a written version; 0 if this machine does not see it."""
@@ -125,7 +125,7 @@ def clear(unfinished: Path, final: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _put(unfinished: Path, final: Path) -> None:
+def _move_into_place(unfinished: Path, final: Path) -> None:
     check_current()
     if not final.exists():
         unfinished.rename(final)

@@ -91,7 +91,8 @@ class References:
         tuning = getattr(self._model, "prime_rl_tuning", None)
         # Before a reset, switching the adapter off gives the first policy: no copy is needed.
         of_model = of_first and not self.version
-        if of_model and tuning and (switched_off := tuning.initial(self._model)):
+        switched_off = tuning.initial(self._model) if of_model and tuning else None
+        if switched_off:
             with switched_off:
                 yield
             return

@@ -146,10 +146,13 @@ def write_shared(
         else:
             parts[name] = part
 
-    parallel.on_all(partial(write_parts, unfinished, layout, parts, flush))
+    def write_gathered(stream: Iterator[Tensor]) -> None:
+        _write_whole(unfinished, layout, names=list(gathered), stream=stream)
+
+    parallel.on_all(partial(write_parts, unfinished, layout, parts=parts, flush=flush))
     if gathered:
         # After the parts: each rank writes those alone, but all ranks gather together.
-        parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
+        parallel.stream_to_main(gathered, write_gathered)
     parallel.on_main(partial(unfinished.rename, path))
 
 
@@ -189,7 +192,7 @@ def write_parts(
     """This rank's parts, into a file that rank 0 has begun. Raises ``OSError``."""
     with _opened(path) as file:
         for name, part in parts.items():
-            _put(file, layout, name=name, part=part)
+            _write_part(file, layout, name=name, part=part)
 
         rank = Rank.of_process()
         if flush and rank.number != rank.local:  # not on rank 0's machine: numbers go by machine
@@ -201,7 +204,7 @@ def _write_whole(
 ) -> None:
     with _opened(path) as file:
         for name, tensor in zip(names, stream, strict=True):
-            _put(file, layout, name=name, part=TensorPart(tensor.reshape(-1), 0))
+            _write_part(file, layout, name=name, part=TensorPart(tensor.reshape(-1), 0))
 
 
 @contextmanager
@@ -215,7 +218,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _put(file: int, layout: FileLayout, name: str, part: TensorPart) -> None:
+def _write_part(file: int, layout: FileLayout, name: str, part: TensorPart) -> None:
     """Rounded to nearest, ties to even, as an engine that loads the float32 values rounds them."""
     dtype, start = layout.slots[name]
     offset = len(layout.header) + start + part.start * dtype.itemsize

@@ -26,7 +26,8 @@ class Unread(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
         # A head with a model of its own copies the policy before any rank has read it.
-        copy = memo[id(self)] = of_files(self, self.pieces)
+        copy = of_files(self, self.pieces)
+        memo[id(self)] = copy
         return copy
 
     def read_from_files(self, into: Tensor, start: int) -> None:

@@ -181,7 +181,7 @@ class BatchUpdate:
 
         # Each part is divided by global counts, so ranks add up. One rank per row counts.
         return {
-            "validation/loss": sum(context.by_row(parallel.gather(total))),
+            "validation/loss": sum(context.one_per_row(parallel.gather(total))),
             "validation/tokens": float(sum(counts.members.values())),
         }
 

@@ -90,7 +90,7 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
 
     parallel.reshard(trainer.policy)
     gathered = parallel.gather([asdict(offender) for offender in _worst(offenders)])
-    return _worst([Offender(**fields) for part in context.by_row(gathered) for fields in part])
+    return _worst([Offender(**fields) for part in context.one_per_row(gathered) for fields in part])
 
 
 def _worst(found: Sequence[Offender]) -> list[Offender]:

@@ -93,7 +93,7 @@ class DeviceUsage(TrainerObserver):
         flops, memory = zip(*parallel.gather(usage), strict=True)
         self._flops = 0.0
         seconds = metrics["time/forward_backward"] * parallel.num_ranks()
-        return mfu(sum(context.by_row(flops)), seconds, self._peak) | {
+        return mfu(sum(context.one_per_row(flops)), seconds, self._peak) | {
             "perf/peak_memory": max(memory)
         }
 

@@ -165,18 +165,18 @@ class Admission:
             return
 
         needed = {env: self._places_for(at, self.leads.lead(env)) for env in self.tickets.members}
-        most = max(needed.values()) - TOLERANCE
+        most_needed = max(needed.values()) - TOLERANCE
 
         coming = 0.0
-        left = len(self.tickets.unopened)
+        num_unopened = len(self.tickets.unopened)
 
         for ticket in [*self.tickets.all.values()]:
-            if not left or coming >= most:
+            if not num_unopened or coming >= most_needed:
                 return
 
             # Each ticket takes its places, whether it is open or not.
             if ticket.opened_at is None:
-                left -= 1
+                num_unopened -= 1
                 if coming < needed[ticket.env_name] - TOLERANCE:
                     yield ticket
 
@@ -242,8 +242,8 @@ class Admission:
         chosen: list[Ticket] = []
         refused = {"held": 0.0, "starved": 0.0}
         older: Wait | None = None
-        least = inf
-        """Places of the smallest group that had to wait for an older one: so have younger ones."""
+        # A group as large as one that has to wait for an older group has to wait too.
+        smallest_held = inf
         overtaken: Wait | None = None
         waiting = sorted(self.tickets.complete.values(), key=self._deadline)
 
@@ -252,19 +252,19 @@ class Admission:
                 break
 
             places = self._places(ticket.env_name, ticket.size)
-            if places < least:
-                late = self._overtaken(ticket, reserved, left, places, at)
-                older = older or late
-                least = places if late is not None else least
+            if places < smallest_held:
+                late = self._overtaken(ticket, reserved, left=left, places=places, at=at)
+                if late is not None:
+                    older = older or late
+                    smallest_held = places
 
-            # A group as large as one that had to wait has to wait too.
-            if places >= least:
+            if places >= smallest_held:
                 refused["held"] += places
                 continue
 
             # With nothing in flight, what an env waits for may only open in a later batch.
             env = None
-            if at.num_inflight > 0 and not self._is_due(ticket, reserved, left, at):
+            if at.num_inflight > 0 and not self._is_due(ticket, reserved, left=left, at=at):
                 env = self._env_ahead(ticket, {each.number for each in chosen})
             if env is not None:
                 refused["starved"] += places

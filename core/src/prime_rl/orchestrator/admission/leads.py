@@ -41,7 +41,7 @@ import numpy as np
 from prime_rl.orchestrator.admission.durations import Durations, Survival
 from prime_rl.orchestrator.admission.inflight import Demand
 from prime_rl.orchestrator.admission.least_step import LeastStep
-from prime_rl.orchestrator.admission.pace import Pace
+from prime_rl.orchestrator.admission.pace import Load, Pace
 from prime_rl.orchestrator.admission.reach import KnownLead, Reach
 from prime_rl.orchestrator.admission.tickets import Ticket
 
@@ -133,7 +133,7 @@ class Leads:
             return
 
         # In units of the shortest step: measured steps are longer where a lead is too short.
-        least = float(self.least_step.intervals(training, version)[0].mean())
+        step_seconds = float(self.least_step.intervals(training, version)[0].mean())
         wanted = {env: min(self.by_durations.get(env, 1.0), self._most) for env in self.durations}
         for env, lead in wanted.items():
             # A lead at its limit does not depend on its margin, so the margin stays.
@@ -141,15 +141,17 @@ class Leads:
                 # The trainer waited for groups of any env, or for groups of this one.
                 starved = pace.last_starved.get(None, 0.0) + pace.last_starved.get(env, 0.0)
                 starved -= pace.last_made_up
-                margin = self.margins.get(env, MARGIN) + GAIN * (starved / least - PRICE)
+                margin = self.margins.get(env, MARGIN) + GAIN * (starved / step_seconds - PRICE)
                 self.margins[env] = min(max(margin, -MOST_MARGIN), MOST_MARGIN)
 
         lead = max(wanted.values(), default=1.0)
         pace.load.limit = most_inflight
 
-        group_seconds = self._group_seconds(now)
-        if self.reach.version_served(pace.last_seconds, lead, pace.load, group_seconds):
-            pace.load = type(pace.load)()
+        is_judged = self.reach.version_served(
+            pace.last_seconds, lead, load=pace.load, group_seconds=self._group_seconds(now)
+        )
+        if is_judged:
+            pace.load = Load()
 
     def _group_seconds(self, now: float) -> float | None:
         """Seconds of a typical group: the median of each env, weighted by the envs' shares. None:
@@ -173,8 +175,8 @@ class Leads:
     @property
     def longest(self) -> float:
         """The longest lead of all envs."""
-        known = [self.lead(env) for env in self.by_durations]
-        return max(known, default=self.lead(""))
+        leads = [self.lead(env) for env in self.by_durations]
+        return max(leads, default=self.lead(""))
 
     @property
     def demands(self) -> Mapping[str, Demand]:
@@ -214,7 +216,13 @@ class Leads:
 
         for env, durations in self.durations.items():
             survival = durations.survival(now)
-            late = self._late(env, survival, intervals, durations.ages(now), np.array(ages[env]))
+            late = self._late(
+                env,
+                survival,
+                intervals=intervals,
+                since_opened=durations.ages(now),
+                inflight=np.array(ages[env]),
+            )
             self.by_durations[env] = 1.0 + late
 
             rate = self.rollouts_per_batch * self._share(env) / self._step_seconds
@@ -249,8 +257,8 @@ class Leads:
         deviation = float(late.sum()) - usual
 
         # Each group of a batch is late by itself, so their number varies as in coin tosses.
-        mine = self.rollouts_per_batch * self._share(env) * self._unit(env)
-        groups = mine / self._places(env, self._sizes.get(env, 1))
+        places = self.rollouts_per_batch * self._share(env) * self._unit(env)
+        groups = places / self._places(env, self._sizes.get(env, 1))
         spread = float(np.sqrt(groups * (shares * (1.0 - shares)).sum()))
         more = (deviation + self.margins.get(env, MARGIN) * spread) / groups
         return max(0.0, float(shares.sum()) + more)
@@ -267,8 +275,8 @@ class Leads:
 
     def _share(self, env: str) -> float:
         """The env's share of the groups that were chosen lately."""
-        mine = self._chosen_members[env]
-        return mine / self._chosen_members.total() if mine else 1.0
+        num_members = self._chosen_members[env]
+        return num_members / self._chosen_members.total() if num_members else 1.0
 
     # -- reports, and resuming from a checkpoint --------------------------------------------------
 

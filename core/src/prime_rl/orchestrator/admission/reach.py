@@ -144,11 +144,16 @@ class Reach:
         self._patience_unclear = HOLD_UNCLEAR
 
     def known(self, leads: Mapping[str, float], margins: Mapping[str, float]) -> KnownLead:
-        # A trial that is not over proves nothing, so the limit before it counts.
         """What a resumed run goes on with. A trial begins again."""
+        # A trial that is not over proves nothing, so the limit before it counts.
         limit = self.limit if self._before is None else self._before
-        bound = None if limit == inf else limit
-        return KnownLead(bound, self._hold, self._patience, dict(leads), dict(margins))
+        return KnownLead(
+            limit=None if limit == inf else limit,
+            hold=self._hold,
+            patience=self._patience,
+            leads=dict(leads),
+            margins=dict(margins),
+        )
 
     def resume(self, known: KnownLead) -> None:
         """Continue with the state that an earlier attempt has learned."""
