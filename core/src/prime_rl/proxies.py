@@ -33,9 +33,11 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
     notices = []
     names = [name for name in environ if name.upper() in _READ]
     for name in names:
-        if environ.get(name) and (why := _fault(environ[name])):
+        proxy = environ[name]
+        fault = _fault(proxy) if proxy else ""
+        if fault:
             del environ[name]
-            notices.append(f"{name} is not used: {why}")
+            notices.append(f"{name} is not used: {fault}")
 
     exceptions = environ.get("no_proxy") or environ.get(NO_PROXY) or ""
     has_proxy = any(environ.get(name) for name in names)
@@ -53,7 +55,8 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
     covered = [host for host in map(_host, urls) if _is_in_range(host, entries)]
     hosts = [*filter(None, readable), *LOCAL, *covered]
     # Clients read either spelling, so both variables are set.
-    environ[NO_PROXY] = environ["no_proxy"] = ",".join(dict.fromkeys(hosts))
+    for name in (NO_PROXY, "no_proxy"):
+        environ[name] = ",".join(dict.fromkeys(hosts))
     return notices
 
 

@@ -130,8 +130,8 @@ class Sample:
     @property
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """Every column that is there, further streams included."""
-        known = {name: getattr(self, name) for name in COLUMNS}
-        return {n: column for n, column in known.items() if column is not None} | self.streams
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        return {n: column for n, column in columns.items() if column is not None} | self.streams
 
     @property
     def num_trainable_tokens(self) -> int:
@@ -164,9 +164,9 @@ class Sample:
 
 def sample_of(columns: Mapping[str, npt.NDArray[Any]], temperature: float) -> Sample:
     """A sample from all its columns by name."""
-    known = {name: column for name, column in columns.items() if name in COLUMNS}
+    attributes = {name: column for name, column in columns.items() if name in COLUMNS}
     streams = {name: column for name, column in columns.items() if name not in COLUMNS}
-    return Sample(**known, streams=streams, temperature=temperature)
+    return Sample(**attributes, streams=streams, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +302,11 @@ class Rollout:
         columns = [s.token_ids if s.node_ids is None else s.node_ids for s in self.samples]
         for later, sample in enumerate(self.samples):
             length = 0 if sample.is_repeat is None else int(sample.is_repeat.sum())
+            if not length:
+                continue
+
             shared = columns[later][:length]
-            for earlier in range(later if length else 0):
+            for earlier in range(later):
                 if np.array_equal(columns[earlier][:length], shared):
                     yield later, earlier, length
                     break
@@ -325,7 +328,8 @@ class Rollout:
                     node = len(turns) if ids is None else int(ids[start])
                     role = ROLES[roles[start]] if roles is not None and roles[start] >= 0 else None
                     reward = self.info.get(TURN_REWARDS, {}).get(str(node))
-                    turns.append((node, Turn(index, start, end, role, reward)))
+                    turn = Turn(sample=index, start=start, end=end, role=role, reward=reward)
+                    turns.append((node, turn))
 
         # Messages are numbered in the order of time.
         return [turn for _, turn in sorted(turns, key=lambda each: each[0])]
@@ -372,8 +376,8 @@ class Rollout:
         paths = [(s.loss_mask.copy(), s.inference_logprobs.copy()) for s in self.samples]
         for later, earlier, length in self.shared_prefixes:
             # A repeated token is off the mask here: the earlier sample has its values.
-            for ours, theirs in zip(paths[later], paths[earlier], strict=True):
-                ours[:length] = theirs[:length]
+            for column, earlier_column in zip(paths[later], paths[earlier], strict=True):
+                column[:length] = earlier_column[:length]
         return paths
 
     @property

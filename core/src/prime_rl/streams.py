@@ -34,8 +34,18 @@ WEIGHTS = "_weights"
 LossComponent: TypeAlias = str
 """``rl``, which is the run's default loss, or the name of an installed loss."""
 COMPUTED = frozenset(
-    {"entropies", "top_logprobs", "old_logprobs", "initial_logprobs", "ema_logprobs"}
-    | {"policy_lag", "temperatures", "sequence_ids", "rollout_ids", "group_ids"}
+    {
+        "entropies",
+        "top_logprobs",
+        "old_logprobs",
+        "initial_logprobs",
+        "ema_logprobs",
+        "policy_lag",
+        "temperatures",
+        "sequence_ids",
+        "rollout_ids",
+        "group_ids",
+    }
 )
 """Columns that a loss may read and core computes: no algorithm assigns them."""
 TOP_IDS = "top_ids"
@@ -44,8 +54,18 @@ ROUTES = "routed_experts"
 """The stream [T, layers, k] of the experts by which the sampler computed each token. Engines record
 it, and no algorithm assigns it."""
 RESERVED = COMPUTED | {
-    *("token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs", "roles", "is_content"),
-    *("policy_versions", "is_repeat", "node_ids", "env_ids", "sequence_lengths", "loss_weights"),
+    "token_ids",
+    "loss_mask",
+    "inference_logprobs",
+    "trainer_logprobs",
+    "roles",
+    "is_content",
+    "policy_versions",
+    "is_repeat",
+    "node_ids",
+    "env_ids",
+    "sequence_lengths",
+    "loss_weights",
     ROUTES,
 }
 """Names that streams must not have."""
@@ -208,8 +228,10 @@ def split_stream(
         )
 
     whole = values
-    # A single value, or one value per trainable token, is spread over the mask.
-    if not values.ndim or len(values) == trainable != total:
+    # A single value, or one value per trainable token, is spread over the mask. If every token is
+    # trainable, the values are whole already.
+    is_per_trainable = values.ndim > 0 and len(values) == trainable and trainable != total
+    if values.ndim == 0 or is_per_trainable:
         whole = np.zeros((total, *values.shape[1:]), values.dtype)
         whole[mask] = values
 

@@ -15,8 +15,8 @@ def moved(module: str, names: Mapping[str, str], hint: str = "") -> Callable[[st
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in names:
-            known = ", ".join(f"from prime_rl import {each}" for each in names)
-            way_out = hint or f"Of its names, these are here: {known}"
+            imports = ", ".join(f"from prime_rl import {each}" for each in names)
+            way_out = hint or f"Of its names, these are here: {imports}"
             raise ImportError(
                 f"{module} is a module of upstream prime-rl, without {name!r} here. {way_out}"
             )

@@ -176,7 +176,7 @@ class Rendering:
             )
 
         if messages[index].get("tool_calls"):
-            self._check_calls(messages, index, whole.token_ids, tools)
+            self._check_calls(messages, index, token_ids=whole.token_ids, tools=tools)
 
         mask = [False] * len(prompt) + self._sampled(whole, len(prompt))
         # The turn ends with its last sampled token: the policy samples nothing behind it.

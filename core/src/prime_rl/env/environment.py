@@ -321,9 +321,9 @@ class Environment:
             "seed": seed,
             "cache_salt": salt,  # verifiers moves it to the top level of the engine's request
         }
-        known = {key: value for key, value in values.items() if value is not None}
+        settings = {key: value for key, value in values.items() if value is not None}
         # Core's own keys override `extra_body`.
-        config = self._vf.SamplingConfig(**{**sampling.extra_body, **known})
+        config = self._vf.SamplingConfig(**{**sampling.extra_body, **settings})
         client = self._client(model)
         return self._vf.ModelContext(model=model.name, client=client, sampling=config)
 

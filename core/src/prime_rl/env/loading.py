@@ -316,15 +316,21 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
     inside = loc[:1] == ("taskset",)
-    inner = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
+    if loc[1:2] == ("harness",):
+        inner = loc[1:]
+    elif inside:
+        inner = ("args", *loc[1:])
+    else:
+        inner = ("args", *loc)
+
     path = ".".join(map(str, inner))
     # A key that the taskset does not have: name those that it has.
     if rest["type"] == "extra_forbidden" and len(loc) == 2 and inside:
         seats = _seat_defaults(env_config_type(env_id))
-        known = [*seats, *(set(taskset_config_type(env_id).model_fields) - {"id", "task"})]
-        close = difflib.get_close_matches(loc[1], known, n=1)
+        keys = [*seats, *(set(taskset_config_type(env_id).model_fields) - {"id", "task"})]
+        close = difflib.get_close_matches(loc[1], keys, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ";"
-        names = ", ".join(sorted(known)) or "none"
+        names = ", ".join(sorted(keys)) or "none"
         return f"{path}: unknown key{hint} known here: {names} (agents: {', '.join(seats)})"
 
     if rest["type"] == "extra_forbidden":
@@ -359,7 +365,8 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
 
     for name, default in seats.items():
-        if not isinstance(args := settings.args.get(name, {}), Mapping):
+        args = settings.args.get(name, {})
+        if not isinstance(args, Mapping):
             raise ConfigError(
                 f"env {settings.label!r}: args.{name} is one of the env's agents: expected a table "
                 f"such as {{max_turns = 2}}, got {args!r}"

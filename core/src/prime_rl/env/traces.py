@@ -560,8 +560,10 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
 
 def _first_turn(branch: BranchTokens) -> int:
     """The node of its first sampled token: nodes are numbered in time order."""
-    sampled = (n for n, mine in zip(branch.node_ids, branch.sampled_mask, strict=True) if mine)
-    return next(sampled, -1)
+    for node, is_sampled in zip(branch.node_ids, branch.sampled_mask, strict=True):
+        if is_sampled:
+            return node
+    return -1
 
 
 def _sample(

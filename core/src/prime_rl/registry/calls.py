@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, SupportsFloat, TypeAlias
 
 from prime_rl.entries import entries
@@ -120,10 +120,16 @@ RUNNING: dict[int, Call] = {}
 
 def _entry_of(module: str) -> EntryPoint | None:
     """The entry point of the plugin that has a module; None for core's own."""
-    top = module.partition(".")[0]
-    installed = (e for group in (PROJECT, TRAINER_GROUP) for e in entries(group))
-    matching = (e for e in installed if e.module.partition(".")[0] == top != "prime_rl")
-    return next(matching, None)
+    package = module.partition(".")[0]
+    if package == "prime_rl":
+        return None
+
+    for group in (PROJECT, TRAINER_GROUP):
+        for entry in entries(group):
+            if entry.module.partition(".")[0] == package:
+                return entry
+
+    return None
 
 
 def blame(error: BaseException, call: Call) -> None:
@@ -143,14 +149,8 @@ def fault(error: BaseException) -> str | None:
     of its package, and of code that is not installed. None if no plugin's code was called."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     call: Call | None = getattr(error, "prime_rl_call", None)
-    for frame, _ in () if call else frames:  # a sampler, an observer: found by their modules
-        name = str(frame.f_globals.get("__name__", ""))
-        entry = _entry_of(name)
-        if entry:
-            call = Call(
-                entry.name, frame.f_code.co_qualname, owner=sys.modules.get(name), arguments={}
-            )
-            break
+    if call is None:
+        call = _call_among([frame for frame, _ in frames])
 
     if call is None:
         return None
@@ -160,14 +160,36 @@ def fault(error: BaseException) -> str | None:
 
     package = call.package
     summaries = traceback.extract_tb(error.__traceback__)
-    of_plugin = [
-        summary
-        for summary, (frame, _) in zip(summaries, frames, strict=True)
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] == package != "prime_rl"
-        or not summary.filename.startswith((CORE, STDLIB, *INSTALLED))
-    ]
-    lines = "".join(traceback.format_list(of_plugin)).rstrip()
+    shown = []
+    for summary, (frame, _) in zip(summaries, frames, strict=True):
+        is_of_plugin = package != "prime_rl" and _module_of(frame).partition(".")[0] == package
+        is_installed = summary.filename.startswith((CORE, STDLIB, *INSTALLED))
+        if is_of_plugin or not is_installed:
+            shown.append(summary)
+
+    lines = "".join(traceback.format_list(shown)).rstrip()
     return f"{call}: {type(error).__name__}: {error}\n{lines}".rstrip()
+
+
+def _call_among(frames: Iterable[FrameType]) -> Call | None:
+    """The outermost call of a plugin's code. Core calls samplers and observers without ``running``,
+    so only the modules of the frames name the plugin."""
+    for frame in frames:
+        module = _module_of(frame)
+        entry = _entry_of(module)
+        if entry is not None:
+            return Call(
+                entry.name,
+                frame.f_code.co_qualname,
+                owner=sys.modules.get(module),
+                arguments={},
+            )
+
+    return None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 Logged = deque[tuple[str, Any, Any]]
@@ -204,7 +226,7 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
         if not re.fullmatch(r"[\w.@-]+(/[\w.@-]+)*", name, re.ASCII):
             raise ValueError(name)
 
-        logged.append((f"plugin/{plugin}/{name}", _number(value), _number(weight, 0.0)))
+        logged.append((f"plugin/{plugin}/{name}", _number(value), _number(weight, minimum=0.0)))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise PluginError(
             f"plugin {plugin!r}: log_metric{(name, value, weight)}: expected a name of letters, "
@@ -212,12 +234,12 @@ def log_metric(name: str, value: SupportsFloat, weight: SupportsFloat = 1.0) -> 
         ) from error
 
 
-def _number(number: Any, least: float = -math.inf) -> Any:
+def _number(number: Any, minimum: float = -math.inf) -> Any:
     if hasattr(number, "detach") and not number.dim():
         return number.detach().clone()  # the plugin may change its tensor in place
 
     value = float(number)
-    if not math.isfinite(value) or value < least:
+    if not math.isfinite(value) or value < minimum:
         raise ValueError(value)
     return value
 
@@ -306,11 +328,11 @@ def running(
             raise
         raise exit_refused(error, call) from error
     except BaseException as error:
-        said = _no_exception(error, call) if hook else None
-        if said is None:
+        problem = _no_exception(error, call) if hook else None
+        if problem is None:
             raise
 
-        refused = PluginError(said)
+        refused = PluginError(problem)
         blame(refused, call)
         raise refused.with_traceback(error.__traceback__) from error
     finally:
@@ -381,12 +403,16 @@ def watching_coroutines() -> Iterator[None]:
         # A coroutine dropped inside its own hook fails that call. Any other ends the run.
         if call is not None and not call.ended and call.package == module.partition(".")[0]:
             call.dropped.append(name)
-        elif (entry := _entry_of(module)) is not None:
-            late = Call(entry.name, name, owner=sys.modules.get(module), arguments={}, ended=True)
-            said = "its coroutine was never awaited, so its body has not run. Await it."
-            LATE.append((StreamError(said), late))
-        else:
+            return
+
+        entry = _entry_of(module)
+        if entry is None:
             before(unraisable)
+            return
+
+        late = Call(entry.name, name, owner=sys.modules.get(module), arguments={}, ended=True)
+        problem = "its coroutine was never awaited, so its body has not run. Await it."
+        LATE.append((StreamError(problem), late))
 
     with warnings.catch_warnings():
         # A warning that is an error reaches `unraisablehook`, which also gets the coroutine.
@@ -491,10 +517,13 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
 class ReadOnly(dict[str, float]):
     """Metrics that a plugin may not add to: the key would be dropped."""
 
-    def __setitem__(self, *arguments: Any, **more: Any) -> Any:
+    def _refuse(self, *arguments: Any, **more: Any) -> Any:
         raise PluginError(
             "these metrics are read only. Log one of your own by prime_rl.log_metric(name, value), "
             "in a hook, or add to a copy: dict(metrics)."
         )
 
-    update = setdefault = __ior__ = __setitem__
+    __setitem__ = _refuse
+    __ior__ = _refuse
+    setdefault = _refuse
+    update = _refuse

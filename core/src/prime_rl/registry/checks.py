@@ -22,8 +22,12 @@ SPECS: dict[str, Callable[..., Any]] = {
 }
 ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefunction(spec)}
 TRAINER_HOOKS = {
-    *("register_losses", "register_heads", "register_trainer_observers", "register_tunings"),
-    *("register_kernels", "register_optimizers"),
+    "register_losses",
+    "register_heads",
+    "register_trainer_observers",
+    "register_tunings",
+    "register_kernels",
+    "register_optimizers",
 }
 SHARED_HOOKS = {"register_weight_transports", "register_observers"}
 """Hooks of both entry-point groups."""
@@ -120,16 +124,21 @@ def _misspelt_hook(plugin: object, name: str, function: Callable[..., Any]) -> s
     close = difflib.get_close_matches(name, SPECS, n=1, cutoff=0.85)
     if not close or name in SPECS:
         return None
+
+    (hook,) = close
     taken = set(inspect.signature(function).parameters)
-    known = set(inspect.signature(SPECS[close[0]]).parameters)
-    return close[0] if taken <= known and (taken or not known) else None
+    passed = set(inspect.signature(SPECS[hook]).parameters)
+    # A function that takes nothing is like a hook only if nothing is passed to the hook.
+    looks_like_it = taken <= passed and (bool(taken) or not passed)
+    return hook if looks_like_it else None
 
 
 def _check_version(plugin: object, where: str) -> None:
-    for name in () if isinstance(plugin, type) else getattr(plugin, "__dict__", {}):
-        if name != "prime_rl_contract" and difflib.get_close_matches(
-            name, ["prime_rl_contract"], n=1, cutoff=0.85
-        ):
+    attributes = {} if isinstance(plugin, type) else getattr(plugin, "__dict__", {})
+    for name in attributes:
+        if name == "prime_rl_contract":
+            continue
+        if difflib.get_close_matches(name, ["prime_rl_contract"], n=1, cutoff=0.85):
             raise PluginError(
                 f"plugin {where}: {name!r} is read by nothing; did you mean 'prime_rl_contract'?"
             )
@@ -157,11 +166,11 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
         hint = f"; did you mean {close[0]!r}?" if close else f". Hooks: {', '.join(SPECS)}."
         raise PluginError(f"plugin {where}: {name!r} is not a hook{hint}")
 
-    wanted = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
-    if wanted != group and name not in SHARED_HOOKS:
+    right_group = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
+    if group != right_group and name not in SHARED_HOOKS:
         raise PluginError(
             f"plugin {where}: {name!r} is never called from the entry-point group {group!r}. "
-            f'Offer it under [project.entry-points."{wanted}"].'
+            f'Offer it under [project.entry-points."{right_group}"].'
         )
 
     if inspect.iscoroutinefunction(function) and name not in ASYNC_HOOKS:

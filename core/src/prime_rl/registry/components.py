@@ -292,12 +292,8 @@ def _check_head(head: Head, table: HeadTable, where: str) -> None:
 
 def _check_declared(cls: type[Loss]) -> None:
     """Raises ``PluginError`` for class attributes that nothing would read as they are meant."""
-    names = [read if isinstance(read, str) else read[0] for read in cls.reads]
-    bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
-    bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
     problem = ""
-
-    if isinstance(cls.reads, str) or bad:
+    if isinstance(cls.reads, str) or not all(map(_can_be_read, cls.reads)):
         problem = (
             f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
             f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
@@ -310,6 +306,14 @@ def _check_declared(cls: type[Loss]) -> None:
 
     if problem:
         raise PluginError(f"loss class {cls.__qualname__}: {problem}.")
+
+
+def _can_be_read(read: Read) -> bool:
+    """Whether a loss may declare this, a name or ``(name, default)``."""
+    name, has_default = (read, False) if isinstance(read, str) else (read[0], True)
+    if name in COMPUTED:
+        return not has_default
+    return name not in RESERVED and not name.endswith(WEIGHTS)
 
 
 @cache

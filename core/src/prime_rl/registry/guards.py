@@ -77,11 +77,11 @@ class Guard:
                 )
 
     def _check_samples(self, rollout: Rollout, before: Sequence[Any]) -> None:
-        mine = id(rollout)
+        owner = id(rollout)
         seen = set()
 
         for index, sample in enumerate(rollout.samples):
-            if sample.owner not in (None, mine) or id(sample) in seen:
+            if sample.owner not in (None, owner) or id(sample) in seen:
                 other = "twice" if id(sample) in seen else "and in another rollout"
                 raise PluginError(
                     f"{_place(rollout)}: sample {index} is in this rollout {other}. It would train "
@@ -90,7 +90,7 @@ class Guard:
                 )
 
             seen.add(id(sample))
-            sample.owner = mine  # another rollout with this sample is seen, also in a later call
+            sample.owner = owner  # another rollout with this sample is seen, also in a later call
 
         gone = [index for index, sample in enumerate(before) if id(sample) not in seen]
         if gone:

@@ -91,8 +91,13 @@ class Hooks(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             if caller.name not in ASYNC_HOOKS and not caller.name.startswith("register_"):
                 (impl,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
-                known = _name(impl), caller.name, plugin, impl.argnames
-                impl.function = run_as(*known, impl.function)  # type: ignore[misc]
+                impl.function = run_as(  # type: ignore[misc]
+                    _name(impl),
+                    caller.name,
+                    owner=plugin,
+                    names=impl.argnames,
+                    function=impl.function,
+                )
 
         if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
             tracers = entries("prime_rl.tracers")
@@ -121,14 +126,14 @@ class Hooks(pluggy.PluginManager):
         """The largest answer; as many as now without any. Raises ``PluginError`` for one that is no
         number of members."""
         answers = self.hook.wanted_members(progress=progress)
-        most = progress.max_group_size
+        limit = progress.max_group_size
 
         for answer in answers:
-            if type(answer) is not int or not 0 < answer <= most:
+            if type(answer) is not int or not 0 < answer <= limit:
                 names = ", ".join(self.implementers("wanted_members", without=None))
                 raise PluginError(
                     f"env {progress.env!r}, group {progress.group_id}: wanted_members of {names} "
-                    f"gave {answer!r}, expected a whole number from 1 to max_group_size = {most}. "
+                    f"gave {answer!r}, expected a whole number from 1 to max_group_size = {limit}. "
                     "Fix the plugin, or raise max_group_size in the config."
                 )
 
@@ -238,7 +243,8 @@ async def _call_async(
                 continue
 
             with call, guard.checked():
-                if inspect.isawaitable(result := function(*values)):
+                result = function(*values)
+                if inspect.isawaitable(result):
                     await result
 
 
@@ -297,7 +303,7 @@ def _load(group: str, plugins: tuple[EntryPoint, ...]) -> Hooks:
             )
 
         add_entry(hooks, entry, source)
-        misfit = core_misfit((entry.dist and entry.dist.requires) or [])
+        misfit = core_misfit(_requirements(entry))
         if misfit:
             logging.getLogger(__name__).warning("plugin %s: %s", source, misfit)
 
@@ -319,12 +325,12 @@ def disabled_names() -> list[str]:
     """The plugins that ``PRIME_RL_DISABLE`` names; ``prime-rl --without NAME`` adds to it. Raises
     ``PluginError`` for one that is not installed."""
     names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
-    known = plugin_names() if names else set()
-    unknown = [name for name in names if name not in known]
+    installed = plugin_names() if names else set()
+    unknown = [name for name in names if name not in installed]
     if unknown:
         raise PluginError(
             f"--without ({DISABLE}): no installed plugin is called {unknown[0]!r} (installed: "
-            f"{', '.join(sorted(known))})"
+            f"{', '.join(sorted(installed))})"
         )
 
     return names
@@ -354,6 +360,13 @@ def source_of(entry: EntryPoint) -> Origin:
     return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
+def _requirements(entry: EntryPoint) -> list[str]:
+    """What the distribution of a plugin requires."""
+    if entry.dist is None:
+        return []
+    return entry.dist.requires or []
+
+
 def core_misfit(requires: Iterable[str]) -> str:
     """Why this core is not what the requirements of a plugin's distribution say; empty if it is, or
     unknown."""
@@ -367,9 +380,9 @@ def core_misfit(requires: Iterable[str]) -> str:
         if requirement.name not in ("prime-rl-core", CONTRACT):
             continue
 
-        here = f"{CONTRACT_VERSION}.0" if requirement.name == CONTRACT else _core_version()
-        if not requirement.specifier.contains(here, prereleases=True):
-            return f"it asks for {each}; {here} is here. Install a version that fits."
+        installed = f"{CONTRACT_VERSION}.0" if requirement.name == CONTRACT else _core_version()
+        if not requirement.specifier.contains(installed, prereleases=True):
+            return f"it asks for {each}; {installed} is here. Install a version that fits."
 
     return ""
 
@@ -377,7 +390,7 @@ def core_misfit(requires: Iterable[str]) -> str:
 def contract_of(entry: EntryPoint, plugin: object) -> str | int:
     """The contracts that a plugin was written for: what its distribution requires (``>=2,<4``),
     else its ``prime_rl_contract``, else this core's."""
-    for each in (entry.dist.requires or []) if entry.dist else []:
+    for each in _requirements(entry):
         requirement = each.partition(";")[0].replace(" ", "")
         if requirement.startswith(CONTRACT) and requirement != CONTRACT:
             bounds = requirement.removeprefix(CONTRACT).strip("()").split(",")

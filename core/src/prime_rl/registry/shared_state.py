@@ -95,13 +95,18 @@ class SharedState:
             if other != env and any({*own_classes(each)} & watched for each in several)
         ]
 
-        of = f"the envs {env!r} and {', '.join(others)}" if others else f"agents of the env {env!r}"
-        mine = next(each for each in self._algorithms[env] if {*own_classes(each)} & watched)
+        sharers = f"agents of the env {env!r}"
+        if others:
+            sharers = f"the envs {env!r} and {', '.join(others)}"
+
         error = PluginError(
-            f"{changed} has changed while groups were scored, and it is one object for {of}: what "
-            "one learns changes the credit of the other. Keep it on self: assign it in __init__."
+            f"{changed} has changed while groups were scored, and it is one object for {sharers}: "
+            "what one learns changes the credit of the other. Keep it on self: assign it in "
+            "__init__."
         )
-        blame(error, Call(mine.name, hook, owner=mine, arguments=arguments))
+        algorithms = self._algorithms[env]
+        algorithm = next(each for each in algorithms if {*own_classes(each)} & watched)
+        blame(error, Call(algorithm.name, hook, owner=algorithm, arguments=arguments))
         raise error
 
 

@@ -57,11 +57,12 @@ class FakeReference:
             tokens = list(self.reply(ids, number))
             ends = [place for place, token in enumerate(tokens, 1) if token in stops]
             cut = tokens[: min([max_tokens, *ends])]
+            is_too_long = len(cut) == max_tokens and len(cut) < len(tokens)
             completion = Completion(
                 prompt_ids=np.array(ids, np.int32),
                 token_ids=np.array(cut, np.int32),
                 logprobs=np.asarray(self.answer([*ids, *cut]), np.float32)[len(ids) :],
-                finish_reason="length" if max_tokens == len(cut) < len(tokens) else "stop",
+                finish_reason="length" if is_too_long else "stop",
                 temperature=temperature,
                 policy_versions=np.zeros(len(cut), np.int32),
             )
@@ -86,10 +87,10 @@ class FakeReference:
     ) -> tuple[IntColumn, FloatColumn]:
         """Each token with its log-probability of ``answer``; the ids after it share what is left of
         the probability."""
-        of_tokens = await self.logprobs(token_ids)
+        logprobs = await self.logprobs(token_ids)
         # log((1 - p) / (k - 1)): p is the token's probability, and k - 1 others share the rest.
-        rest = np.log(-np.expm1(np.minimum(of_tokens, -1e-6)) / max(k - 1, 1))
-        table = np.column_stack([of_tokens, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
+        rest = np.log(-np.expm1(np.minimum(logprobs, -1e-6)) / max(k - 1, 1))
+        table = np.column_stack([logprobs, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
         tokens = np.add.outer(token_ids, np.arange(k)).astype(np.int32)
 
         order = np.argsort(-table, axis=1, kind="stable")
