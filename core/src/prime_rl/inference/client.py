@@ -278,7 +278,7 @@ class EngineClient:
         """
         start = time.monotonic()
         deadline = start + (2 * timeout if within is None else within)
-        silent = True
+        all_silent = True
         attempt = 0
         while True:
             attempt += 1
@@ -289,14 +289,15 @@ class EngineClient:
                 may_wait = within is None and route in ("/pause", "/resume")
                 if may_wait and isinstance(error, EngineSilent) and await self._is_alive():
                     # It takes a long step: what is hung does not answer at all.
-                    deadline = max(deadline, min(deadline + timeout, start + timing.UPDATE_SECONDS))
+                    extended = min(deadline + timeout, start + timing.UPDATE_SECONDS)
+                    deadline = max(deadline, extended)
 
-                silent &= isinstance(error, EngineSilent)
+                all_silent = all_silent and isinstance(error, EngineSilent)
                 wait = self._retry.wait_after(attempt)
                 last = attempt >= self._retry.attempts
                 if once or last or time.monotonic() + wait >= deadline:
                     kind = type(error)
-                    if kind is EngineSilent and not silent:
+                    if kind is EngineSilent and not all_silent:
                         kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__
