@@ -55,7 +55,8 @@ def settle(environ: MutableMapping[str, str], urls: Iterable[str] = ()) -> list[
     covered = [host for host in map(_host, urls) if _is_in_range(host, entries)]
     hosts = [*filter(None, readable), *LOCAL, *covered]
     # Clients read either spelling, so both variables are set.
-    environ[NO_PROXY] = environ["no_proxy"] = ",".join(dict.fromkeys(hosts))
+    for name in (NO_PROXY, "no_proxy"):
+        environ[name] = ",".join(dict.fromkeys(hosts))
     return notices
 
 

@@ -405,6 +405,7 @@ def test_the_seconds_of_a_step_and_of_what_the_step_before_left_over(
         max_steps=2,
         model=None,
         device=CPU,
+        policy=SimpleNamespace(balance=None),
         train_step=train_step,
     )
     checkpointer: Any = SimpleNamespace(
@@ -467,6 +468,7 @@ def test_a_stopped_run_saves_its_last_step_unless_that_is_being_saved(
         memory=SimpleNamespace(load=lambda: 0.0, unload=lambda: 0.0, give_back=lambda: None),
         max_steps=9,
         model=None,
+        policy=SimpleNamespace(balance=None),
         train_step=lambda *arguments: {},
     )
     checkpointer: Any = SimpleNamespace(

@@ -170,6 +170,7 @@ def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     ) -> Tensor:
         """[T, H, D]: query i of a document sees its keys i - left to i + right; -1: all."""
         seen.extend(each.dtype for each in (query, key, value))
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]  # as the real one checks
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         lengths = (cu_seq_q[1:] - cu_seq_q[:-1]).tolist()
         assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == max(lengths)
@@ -211,6 +212,37 @@ def test_the_kernel_computes_what_the_loop_does(
     found = token_logprobs(model, row, PACKED)
     assert len(dtypes) == 3 * 2  # one call a layer
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_that_are_smaller_than_keys_are_those_of_the_mask(
+    dtypes: list[torch.dtype], window: int | None
+) -> None:
+    """Latent attention: keys of 16, values of 8. Output and gradients are those of the dense mask,
+    whose product takes any sizes."""
+    torch.manual_seed(0)
+    documents = Documents((5, 3), CPU)
+    columns = [torch.randn(1, 4, 8, size, requires_grad=True) for size in (16, 16, 8)]
+    inputs = Inputs(*columns, 0.25, window, documents)
+    weights = torch.randn(1, 8, 4, 8)
+    expected = attention._mask(inputs)
+    wanted = torch.autograd.grad((expected * weights).sum(), columns)
+    found = attention._varlen_kernel(inputs, window)
+    assert found.shape == (1, 8, 4, 8) and len(dtypes) == 3
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad((found * weights).sum(), columns)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_values_that_are_larger_than_keys_go_without_the_kernel(
+    dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_why_no_kernel", lambda query: "")
+    columns = [torch.randn(1, 4, 8, size) for size in (8, 8, 16)]
+    inputs = Inputs(*columns, 0.25, None, Documents((5, 3), CPU))
+    torch.testing.assert_close(attention._by_document(inputs), attention._mask(inputs))
+    assert not dtypes
 
 
 def test_under_autocast_the_kernel_gets_one_half_dtype(

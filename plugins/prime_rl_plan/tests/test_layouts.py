@@ -292,3 +292,37 @@ def test_the_models_of_the_package_have_the_keys_that_layouts_need() -> None:
         table = json.loads(file.read_text("utf-8"))
         assert table["num_attention_heads"] > 0
         assert num_experts(table) == (128 if "A3B" in file.name else 0)
+
+
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+
+
+def test_latent_attention_and_biases_that_move_are_planned_on_a_gpu() -> None:
+    """Keys of 32 and values of 16: the kernel of a GPU takes one size. A bias of eight numbers
+    costs no memory that one could see."""
+    plain = measure.answer(request_of(2, 2, LATENT))
+    moved = measure.answer(request_of(2, 2, LATENT, balance_bias=0.001, expert_parallel=True))
+    assert plain["weights"] == moved["weights"]
+    for part in ("rows_flops", "update_bytes"):
+        assert moved["costs"][part] == pytest.approx(plain["costs"][part], rel=0.05)

@@ -143,6 +143,24 @@ def test_kv_and_active_weights_by_hand() -> None:
     assert active_share(table_of("Qwen3-8B"), 8e9) == 1.0
 
 
+def test_latent_keys_and_layers_without_experts_count_as_deepseek_v3_has_them():
+    """61 layers of 512 + 64 numbers in bfloat16 are 70 KB a token. Of 671B weights a token meets
+    37B (arXiv:2412.19437): 58 layers have 256 experts of 3 * 7168 * 2048, of which it takes 8."""
+    table = {
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "hidden_size": 7168,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    }
+    assert kv_bytes(table, 2) == 70_272
+    assert 36e9 < active_share(table, 671e9) * 671e9 < 39e9
+
+
 @pytest.mark.parametrize(
     ("table", "free", "size"),
     [

@@ -148,7 +148,8 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
     for label in waits_for:
         # Each gate waits for at most one env, so following the chain finds every circle.
         chain = [label]
-        while (before := waits_for.get(chain[-1])) is not None:
+        before = waits_for.get(label)
+        while before is not None:
             if before == label:
                 raise ValueError(
                     f"env {label!r}: its gate never opens, since it reads a metric of "
@@ -160,6 +161,7 @@ def check_gates(envs: Sequence[TrainingEnv]) -> None:
                 break  # a circle that others are in: its members raise
 
             chain.append(before)
+            before = waits_for.get(before)
 
     _check_open(training, gates)
 

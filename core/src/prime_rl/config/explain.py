@@ -34,7 +34,10 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
         return problem["type"] == "too_short" and bool(deeper)
 
     refused = {each["loc"] for each in problems}
-    return "\n".join(_line(each, model, where, refused) for each in problems if not follows(each))
+    lines = [
+        _line(each, model, where=where, refused=refused) for each in problems if not follows(each)
+    ]
+    return "\n".join(lines)
 
 
 def _line(problem: Any, model: type[BaseModel], where: str, refused: Collection[Any]) -> str:

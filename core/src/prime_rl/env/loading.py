@@ -316,7 +316,13 @@ def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any)
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
     inside = loc[:1] == ("taskset",)
-    inner = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
+    if loc[1:2] == ("harness",):
+        inner = loc[1:]
+    elif inside:
+        inner = ("args", *loc[1:])
+    else:
+        inner = ("args", *loc)
+
     path = ".".join(map(str, inner))
     # A key that the taskset does not have: name those that it has.
     if rest["type"] == "extra_forbidden" and len(loc) == 2 and inside:

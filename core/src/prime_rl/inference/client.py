@@ -164,9 +164,9 @@ class EngineClient:
             return answer
 
         status = answer.status_code
-        said = " ".join(answer.text.split())[:500].rstrip(".")
+        excerpt = " ".join(answer.text.split())[:500].rstrip(".")
         kind = EngineFailed if status == 429 or answer.is_server_error else EngineRefused
-        raise kind(f"{self.label} refused {route}: {status} {said}".rstrip(), status)
+        raise kind(f"{self.label} refused {route}: {status} {excerpt}".rstrip(), status)
 
     async def look(self, model: str | None = None) -> Health:
         """Raises ``EngineError`` if it is not healthy, lists no model, or lists others than
@@ -205,7 +205,7 @@ class EngineClient:
         if meeting is not None:
             body["meeting"] = dict(meeting)
         once = meeting is not None  # a meeting takes place once
-        said: float | None = None
+        reported_pause: float | None = None
         paused_at = None
         started = time.perf_counter()
 
@@ -223,7 +223,8 @@ class EngineClient:
                 "/update_weights", timing.UPDATE_SECONDS, once=once, json=body
             )
             with suppress(msgspec.DecodeError):  # other servers answer with anything
-                said = msgspec.json.decode(answer.content, type=_Updated).paused_seconds
+                updated = msgspec.json.decode(answer.content, type=_Updated)
+                reported_pause = updated.paused_seconds
         except BaseException as error:
             # Also when cancelled: an engine that stays paused would answer nothing any more.
             gone = isinstance(error, EngineGone)
@@ -234,8 +235,8 @@ class EngineClient:
 
         await self._post("/resume")
 
-        if paused_at is None and said is not None:
-            self.last_paused = said
+        if paused_at is None and reported_pause is not None:
+            self.last_paused = reported_pause
         else:  # one that pauses itself and does not say for how long: at most this
             since = started if paused_at is None else paused_at
             self.last_paused = time.perf_counter() - since
@@ -277,7 +278,7 @@ class EngineClient:
         """
         start = time.monotonic()
         deadline = start + (2 * timeout if within is None else within)
-        silent = True
+        all_silent = True
         attempt = 0
         while True:
             attempt += 1
@@ -288,14 +289,15 @@ class EngineClient:
                 may_wait = within is None and route in ("/pause", "/resume")
                 if may_wait and isinstance(error, EngineSilent) and await self._is_alive():
                     # It takes a long step: what is hung does not answer at all.
-                    deadline = max(deadline, min(deadline + timeout, start + timing.UPDATE_SECONDS))
+                    extended = min(deadline + timeout, start + timing.UPDATE_SECONDS)
+                    deadline = max(deadline, extended)
 
-                silent &= isinstance(error, EngineSilent)
+                all_silent = all_silent and isinstance(error, EngineSilent)
                 wait = self._retry.wait_after(attempt)
                 last = attempt >= self._retry.attempts
                 if once or last or time.monotonic() + wait >= deadline:
                     kind = type(error)
-                    if kind is EngineSilent and not silent:
+                    if kind is EngineSilent and not all_silent:
                         kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__

@@ -57,8 +57,13 @@ class Replica:
         self.hangs = 0
         """Times that it was found hung."""
 
-        self.running = self.asked = self.retried = 0
-        """Requests: those in flight, all so far, and those sent again to another engine."""
+        self.running = 0
+        """Requests in flight."""
+        self.asked = 0
+        """Requests so far."""
+        self.retried = 0
+        """Requests that were sent again to another engine."""
+
         self.lost: asyncio.Future[None] | None = None
         """Done when what is in flight is lost; None before it first serves or sleeps."""
         self.flights: set[asyncio.Future[None]] = set()
@@ -67,8 +72,14 @@ class Replica:
 
         self.loading = asyncio.Lock()
         self.looking = asyncio.Lock()
-        self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
-        """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
+        self.looked_at = 0.0
+        """When the last look ended; this and the next three are times of ``time.monotonic``."""
+        self.heard_at = 0.0
+        """When it last answered."""
+        self.ready_at = 0.0
+        """When it last gave a good answer."""
+        self.join_at = 0.0
+        """It does not try to join before."""
 
         self.down_since: float | None = None
         self.down = 0.0
@@ -116,10 +127,15 @@ class Replica:
         self.state = EngineState.SERVING
         self.down_since = None
         self.problem = None
-        self.heard_at = self.ready_at = time.monotonic()
-
+        self.mark_ready()
         self._begin_session()
         return away
+
+    def mark_ready(self) -> None:
+        """It has just given a good answer."""
+        now = time.monotonic()
+        self.heard_at = now
+        self.ready_at = now
 
     def rest(self) -> None:
         """It was put to sleep when it came, and waits with the others for new weights."""

@@ -200,10 +200,11 @@ class Fleet(EnginePool):
             self._delivery.check(engine)
         target = self._target
 
-        has = engine.version
+        version = engine.version
         # An engine that does not say its version may have been restarted since it served.
-        is_known = health.version == has or (health.version is None and not engine.has_served)
-        if engine.state is EngineState.ASLEEP or has != target.version or not is_known:
+        is_certain = health.version == version or (health.version is None and not engine.has_served)
+        is_current = version == target.version and is_certain
+        if engine.state is EngineState.ASLEEP or not is_current:
             # A transport sends each version once. An engine that joins later reads files.
             if self._delivery is not None:
                 await wait_for_files(lambda: self._target, self._delivery.timeout)
@@ -286,7 +287,10 @@ class Fleet(EnginePool):
                 task.add_done_callback(self._straggler_done)
                 text = f"engine {engine.url} is late with new weights that others have loaded"
                 missed[engine] = EngineGone(text)
-            elif (error := task.exception()) is not None:
+                continue
+
+            error = task.exception()
+            if error is not None:
                 missed[engine] = error
 
         return missed
@@ -308,7 +312,7 @@ class Fleet(EnginePool):
                     self._lose(engine, error, EngineState.HUNG)
                 raise
             engine.version = weights.version
-            engine.heard_at = engine.ready_at = time.monotonic()
+            engine.mark_ready()
 
     async def sleep(self) -> None:
         """Have every engine give its memory back; requests in flight are kept, new ones wait.

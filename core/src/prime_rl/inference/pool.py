@@ -104,9 +104,10 @@ class EnginePool:
         """
         self._watch_all()
 
-        # Three patiences: pauses grow with every try, a request may fail so often by itself, and
-        # so many engines may go away under it.
-        attempt = failures = losses = 0
+        # Three counters, because a request has three kinds of patience.
+        attempts = 0  # the pause grows with each
+        failures = 0  # the request itself may be at fault
+        losses = 0  # engines that went away under it
         failed_at: Replica | None = None
 
         while True:
@@ -114,43 +115,47 @@ class EnginePool:
             try:
                 answer = await self._do(engine, work)
             except (_Lost, EngineGone, EngineFailed) as error:
-                # Has the engine gone, or has only this request failed? Another look decides.
-                if not isinstance(error, _Lost):
-                    await self._look(engine)
-                    if engine.serving:
-                        # It still serves. A 500 may be the fault of the request itself, which
-                        # then fails everywhere; an engine that is overloaded has time.
-                        failures += isinstance(error, EngineFailed) and error.status == 500
-                        if failures > tries:
-                            text = f"a request failed {failures} times: {error}. See its log."
-                            raise GivenUp(text) from error
+                if await self._has_gone(engine, error):
+                    # That is not the request's fault: it moves at once.
+                    engine.retried += 1
+                    losses += 1
+                    if losses >= timing.LOST_TRIES:
+                        text = f"{losses} engines have gone away under a request"
+                        last = f"the last was {engine.client.label}. See its log."
+                        raise GivenUp(f"{text}; {last}") from error
+                    continue
 
-                        attempt = attempt + 1
-                        failed_at = engine
+                # A 500 may be the fault of the request itself, which then fails everywhere.
+                if isinstance(error, EngineFailed) and error.status == 500:
+                    failures += 1
+                    if failures > tries:
+                        text = f"a request failed {failures} times: {error}. See its log."
+                        raise GivenUp(text) from error
 
-                        # Many requests fail together: one of them logs it.
-                        if engine.problem is None:
-                            log.warning("%s; trying again", error)
-                        engine.problem = error
-                        self._notify()
+                attempts += 1
+                failed_at = engine
 
-                        with self._shown_waiting():
-                            await asyncio.sleep(self._pause.wait_after(attempt))
-                        continue
+                # Many requests fail together: one of them logs it.
+                if engine.problem is None:
+                    log.warning("%s; trying again", error)
+                engine.problem = error
+                self._notify()
 
-                # The engine has gone, which is not the request's fault: it moves at once.
-                engine.retried += 1
-                losses += 1
-                if losses >= timing.LOST_TRIES:
-                    text = f"{losses} engines have gone away under a request"
-                    last = f"the last was {engine.client.label}. See its log."
-                    raise GivenUp(f"{text}; {last}") from error
+                with self._shown_waiting():
+                    await asyncio.sleep(self._pause.wait_after(attempts))
             else:
                 if engine.problem is not None and engine.serving:
                     log.warning("%s answers again", engine.client.label)
                     engine.problem = None
                     self._notify()
                 return answer
+
+    async def _has_gone(self, engine: Replica, error: Exception) -> bool:
+        """Whether the engine has gone. Otherwise only this request has failed."""
+        if isinstance(error, _Lost):
+            return True
+        await self._look(engine)
+        return not engine.serving
 
     async def _choose(self, key: Hashable, failed_at: Replica | None) -> Replica:
         self._raise_bugs()
@@ -288,7 +293,8 @@ class EnginePool:
                     self._lose(engine, problem, state)
                 return None
 
-            engine.looked_at = engine.heard_at = engine.ready_at = time.monotonic()
+            engine.looked_at = time.monotonic()
+            engine.mark_ready()
             if engine.state is EngineState.HUNG:
                 engine.state = EngineState.STARTING
                 self._notify()
@@ -385,7 +391,8 @@ class FrozenPool(EnginePool):
         self.label = f"{where} {model!r}"
         label = f"{self.label} at"
         clients = [EngineClient(url, api_key, label=label, headers=headers) for url in urls]
-        super().__init__(list(map(Replica, range(len(urls)), clients)), model, poll=poll)
+        engines = [Replica(number, client) for number, client in enumerate(clients)]
+        super().__init__(engines, model, poll=poll)
         self.on_waiting = on_waiting
 
     @classmethod
@@ -425,5 +432,6 @@ class FrozenPool(EnginePool):
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
         super()._check(kind)
         for engine in self.engines:
-            if isinstance(problem := engine.problem, EngineRefused):
+            problem = engine.problem
+            if isinstance(problem, EngineRefused):
                 raise kind(f"{problem}. {problem.fix}")

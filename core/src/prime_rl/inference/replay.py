@@ -184,7 +184,7 @@ class ReplayServer:
             is_cut = branch.cuts_reply and path is branch.paths[0] and reply.stop == path.end
             if is_cut and branch.may_go_on:
                 branch.is_live = True
-                return await self._continue(request, branch, body, path, reply)
+                return await self._continue(request, branch, body=body, path=path, reply=reply)
             branch.replayed.append((path.token_ids[: reply.stop].tolist(), reply.start))
             return web.json_response(_answer(path, reply, branch.stop_token_ids))
 

@@ -159,14 +159,16 @@ class PromptScorer:
         if len(ids) < 2 and "prompt_logprobs" in sampling:  # nothing comes before the first
             return read(Reply(prompt_logprobs=[None] * len(ids)))
 
-        work = partial(self._post, ids, sampling, read)
+        async def post(engine: Replica) -> T:
+            return await self._post(engine, ids, sampling=sampling, read=read)
+
         async with self._slots:
-            answer = await self.pool.ask(group_id, work, tries=TRIES)
+            answer = await self.pool.ask(group_id, post, tries=TRIES)
         self._asked.update(requests=1, prompt_tokens=len(ids))
         return answer
 
     async def _post(
-        self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Replica
+        self, engine: Replica, ids: list[int], sampling: Sampling, read: Callable[[Reply], T]
     ) -> T:
         client = engine.client
         limit = engine.client.health.max_model_len

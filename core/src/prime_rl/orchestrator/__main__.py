@@ -136,14 +136,20 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
 
     with lasting_imports():
         hooks = load_plugins(disabled=config.plugins.disabled)
-        losses = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+        trainer_hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
         import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
 
         envs = [*config.orchestrator.train.env, *config.orchestrator.eval.env]
         import_tasksets((env.label, env.id) for env in envs)
 
-    known = Components.load(config.trainer, losses)
-    run = RunContext(config, launch, run_dir=run_dir, hooks=hooks, status=status, losses=known)
+    run = RunContext(
+        config,
+        launch,
+        run_dir=run_dir,
+        hooks=hooks,
+        status=status,
+        losses=Components.load(config.trainer, trainer_hooks),
+    )
 
     stop = asyncio.create_task(stop_asked(run_dir))
     async with AsyncExitStack() as stack:

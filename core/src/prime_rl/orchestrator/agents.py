@@ -220,11 +220,11 @@ def make_algorithm(
     Raises ``ConfigError``.
     """
     where = f"env {env.label!r}: "
-    of_agents = {}
+    by_agent = {}
 
     for name, agent in env.agents.items():
         if isinstance(agent.algo, AlgoConfig):
-            of_agents[name] = make(
+            by_agent[name] = make(
                 ALGORITHM,
                 agent.algo.type,
                 table=agent.algo.settings,
@@ -232,19 +232,19 @@ def make_algorithm(
                 where=f"{where}agents.{name}.algo",
             )
 
-    is_left = agents is None or bool({*agents} - of_agents.keys())
+    is_left = agents is None or bool({*agents} - by_agent.keys())
     rest = None
     if is_left:
         algo = env.algo or shared
         rest = make(ALGORITHM, algo.type, table=algo.settings, hooks=hooks, where=f"{where}algo")
 
-    if not of_agents:
+    if not by_agent:
         assert rest is not None
         return rest
 
     parts = [
         _part(algorithm, agent=agent, env=env.label, shared=hooks)
-        for agent, algorithm in of_agents.items()
+        for agent, algorithm in by_agent.items()
     ]
     if rest is not None:
         parts.append(_part(rest, agent=None, env=env.label, shared=hooks))

@@ -25,10 +25,16 @@ def report_engines(fleet: Fleet, status: Status) -> None:
     supervisor, which restarts engines that have served and then die or hang."""
     named = [(fleet.names.get(engine.url, engine.url), engine) for engine in fleet.engines]
     away = [f"{name}{_why(engine)}" for name, engine in named if not engine.in_service]
+    state = f"{len(named) - len(away)} of {len(named)} serve"
+    waiting_for = ", ".join(away) or None
+    if fleet.asleep:
+        state = "asleep"
+        waiting_for = waiting_for or "trainer"
+
     details: dict[str, Any] = {name: _state(engine) for name, engine in named}
     status.report(
-        "asleep" if fleet.asleep else f"{len(named) - len(away)} of {len(named)} serve",
-        waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
+        state,
+        waiting_for=waiting_for,
         facts=Facts(engines={name: _facts(engine) for name, engine in named}),
         **details,
     )

@@ -223,10 +223,10 @@ def pack_ranks(
         totals = np.array([costs[bundle].sum() for bundle in bundles])
         ranks = plan_ranks(rows, lengths, capacity=capacity, num_ranks=num_ranks, costs=totals)
 
-    return [
-        [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in rows]
-        for rows in ranks
-    ]
+    def packed(row: Sequence[int]) -> MicroBatch:
+        return _row(packing, [index for bundle in row for index in bundles[bundle]])
+
+    return [[packed(row) for row in rows] for rows in ranks]
 
 
 def _row(packing: BatchToPack, chosen: Sequence[int]) -> MicroBatch:

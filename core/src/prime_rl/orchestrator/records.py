@@ -34,7 +34,7 @@ class StoredRollout:
     @property
     def why_dropped(self) -> str:
         """``zero_advantage: its advantages are all zero``; several objections stand after ``;``."""
-        return "; ".join(f"{name}: {said}" for name, said in self.objections.items())
+        return "; ".join(f"{name}: {reason}" for name, reason in self.objections.items())
 
 
 def encode_rollouts(

@@ -35,12 +35,14 @@ class Reporter(Observer):
         """Called with the metrics of each batch, before it is sent."""
         self._hooks = hooks
         self._monitors = monitors
-        self._started = self._last = time.perf_counter()
+        self._started = time.perf_counter()
+        self._last = self._started
         self._failures = Failures()
 
     async def before_training(self) -> None:
         """Start the clock: no engine is waited for any more."""
-        self._started = self._last = time.perf_counter()
+        self._started = time.perf_counter()
+        self._last = self._started
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
         """Log the metrics of a batch."""

@@ -169,9 +169,9 @@ class Sampling(Observer):
         waiting: dict[str, list[Rollout]] = {}
 
         for env in self.envs:
-            of_env = [rollout for rollout in self.buffer.batch.kept if rollout.env == env.name]
-            with open_for_credit(of_env):
-                waiting[env.name] = await score_batch(env.hooks, of_env)
+            rollouts = [rollout for rollout in self.buffer.batch.kept if rollout.env == env.name]
+            with open_for_credit(rollouts):
+                waiting[env.name] = await score_batch(env.hooks, rollouts)
             if waiting[env.name]:
                 self._shared_state.check(env.name, "score_batch", {"groups": waiting[env.name]})
 
@@ -397,10 +397,14 @@ async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
 
     if (plan.group_size or 1) > largest:
         key = "max_group_size" if env.limits else "group_size"
-        most = f"at most the {largest} of env {env.name!r}; raise {key} in the config"
-        raise PluginError(f"prepare_rollout set group_size = {plan.group_size}, expected {most}.")
+        raise PluginError(
+            f"prepare_rollout set group_size = {plan.group_size}, expected at most the {largest} "
+            f"of env {env.name!r}; raise {key} in the config."
+        )
 
-    wanted = env.algorithm.needs_temperature
-    if wanted not in (None, plan.temperature):
-        needs = f"{env.algorithm.name!r} learns at {wanted} only"
-        raise PluginError(f"prepare_rollout set temperature = {plan.temperature}, and {needs}.")
+    needed = env.algorithm.needs_temperature
+    if needed is not None and plan.temperature != needed:
+        raise PluginError(
+            f"prepare_rollout set temperature = {plan.temperature}, and {env.algorithm.name!r} "
+            f"learns at {needed} only."
+        )

@@ -204,11 +204,17 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
 def _is_untouched(rollout: Rollout, given: Mapping[str, Any]) -> bool:
     """Whether no plugin has changed a fact. Compares identities: ``info`` may hold arrays."""
     now = _facts(rollout)
-    return now["reward"] == given["reward"] and all(
-        now[name].keys() == given[name].keys()
-        and all(value is given[name][key] for key, value in now[name].items())
-        for name in FACTS[1:]
-    )
+    if now["reward"] != given["reward"]:
+        return False
+
+    for name in FACTS[1:]:
+        before = given[name]
+        if now[name].keys() != before.keys():
+            return False
+        if any(value is not before[key] for key, value in now[name].items()):
+            return False
+
+    return True
 
 
 def _check_columns(rollout: Rollout) -> None:

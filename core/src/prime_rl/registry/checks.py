@@ -166,11 +166,11 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
         hint = f"; did you mean {close[0]!r}?" if close else f". Hooks: {', '.join(SPECS)}."
         raise PluginError(f"plugin {where}: {name!r} is not a hook{hint}")
 
-    wanted = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
-    if wanted != group and name not in SHARED_HOOKS:
+    right_group = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
+    if group != right_group and name not in SHARED_HOOKS:
         raise PluginError(
             f"plugin {where}: {name!r} is never called from the entry-point group {group!r}. "
-            f'Offer it under [project.entry-points."{wanted}"].'
+            f'Offer it under [project.entry-points."{right_group}"].'
         )
 
     if inspect.iscoroutinefunction(function) and name not in ASYNC_HOOKS:

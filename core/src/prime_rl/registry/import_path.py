@@ -53,10 +53,13 @@ def import_function(
         if not hasattr(member, part):
             functions = [n for n, each in vars(member).items() if inspect.isroutine(each)]
             close = difflib.get_close_matches(part, functions, n=1)
-            there = f"Functions there: {', '.join(functions) or 'none'}."
+            hint = f"Functions there: {', '.join(functions) or 'none'}."
+            if close:
+                hint = f"Did you mean {close[0]!r}?"
+
             raise ConfigError(
                 f"import_path {path!r}: module {module_name!r} has no {attribute!r}, expected a "
-                f"function of that name. {f'Did you mean {close[0]!r}?' if close else there}"
+                f"function of that name. {hint}"
             )
 
         member = getattr(member, part)

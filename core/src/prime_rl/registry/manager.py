@@ -380,9 +380,9 @@ def core_misfit(requires: Iterable[str]) -> str:
         if requirement.name not in ("prime-rl-core", CONTRACT):
             continue
 
-        here = f"{CONTRACT_VERSION}.0" if requirement.name == CONTRACT else _core_version()
-        if not requirement.specifier.contains(here, prereleases=True):
-            return f"it asks for {each}; {here} is here. Install a version that fits."
+        installed = f"{CONTRACT_VERSION}.0" if requirement.name == CONTRACT else _core_version()
+        if not requirement.specifier.contains(installed, prereleases=True):
+            return f"it asks for {each}; {installed} is here. Install a version that fits."
 
     return ""
 

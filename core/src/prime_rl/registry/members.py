@@ -135,11 +135,11 @@ def _no_names(cls: type[Any], base: Any) -> Iterator[str]:
         if not isinstance(getattr(base, name, None), tuple | frozenset) or _is_computed(value):
             continue
 
-        said = f"{cls.__qualname__}.{name} is {value!r}, expected a tuple of names."
+        problem = f"{cls.__qualname__}.{name} is {value!r}, expected a tuple of names."
         if isinstance(value, str):
-            yield f"{said} Write ({value!r},) with a comma."
+            yield f"{problem} Write ({value!r},) with a comma."
         elif not isinstance(value, Iterable):
-            yield said
+            yield problem
 
 
 def _is_computed(value: Any) -> bool:
@@ -175,7 +175,7 @@ def _not_declared(cls: type[Any], base: Any) -> Iterator[str]:
 def _declared(base: Any) -> Mapping[str, tuple[Any, ...]]:
     """Of each attribute that is declared as words, as a text, as bool or as a number: the words or
     types."""
-    found: dict[str, tuple[Any, ...]] = {}
+    declared: dict[str, tuple[Any, ...]] = {}
     for each in reversed(base.__mro__):
         for name, annotation in vars(each).get("__annotations__", {}).items():
             # One at a time: a name that is imported for types only hides no other.
@@ -188,13 +188,13 @@ def _declared(base: Any) -> Mapping[str, tuple[Any, ...]]:
             if get_origin(kind) is ClassVar:
                 (kind,) = get_args(kind)
             if get_origin(kind) is Literal:
-                found[name] = get_args(kind)
+                declared[name] = get_args(kind)
             elif kind in (bool, str) or (
                 get_origin(kind) is UnionType and {*get_args(kind)} <= {bool, int, float, NoneType}
             ):
-                found[name] = get_args(kind) or (kind,)
+                declared[name] = get_args(kind) or (kind,)
 
-    return {name: allowed for name, allowed in found.items() if hasattr(base, name)}
+    return {name: allowed for name, allowed in declared.items() if hasattr(base, name)}
 
 
 def _own_members(cls: type[Any], base: Any) -> Iterator[tuple[str, Any]]:

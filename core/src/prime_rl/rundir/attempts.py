@@ -48,14 +48,21 @@ def identity(environ: Mapping[str, str]) -> tuple[int, str, Path] | None:
 def check_current() -> None:
     """Before each lasting write: raise ``RunError`` in a process of an attempt that another one has
     replaced, which was stopped and wakes up late. Engines serve several attempts."""
-    mine = identity(os.environ)
-    if mine is None or mine[1].startswith("inference"):
+    process = identity(os.environ)
+    if process is None:
         return
+
+    attempt, name, run_dir = process
+    if name.startswith("inference"):
+        return
+
     with suppress(OSError, ValueError):
-        newest = newest_attempt(mine[2])
-        if newest > mine[0]:
-            has = f"attempt {newest} of {mine[2]} has begun: it writes nothing more"
-            raise RunError(f"{mine[1]} is of attempt {mine[0]}, and {has}")
+        newest = newest_attempt(run_dir)
+        if newest > attempt:
+            raise RunError(
+                f"{name} is of attempt {attempt}, and attempt {newest} of {run_dir} has begun: it "
+                "writes nothing more"
+            )
 
 
 def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:

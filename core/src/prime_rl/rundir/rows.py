@@ -57,14 +57,14 @@ def parse_json(data: bytes, line: int = 1) -> Any:
     try:
         return json.loads(data.decode())
     except json.JSONDecodeError as error:
-        said = error.msg.replace("Expecting", "expected")
-        if said == "Extra data":
-            said = "expected the end of the text"
+        expectation = error.msg.replace("Expecting", "expected")
+        if expectation == "Extra data":
+            expectation = "expected the end of the text"
 
         at = error.doc[error.pos : error.pos + 20].splitlines()[:1]
         what = repr(at[0]) if at and at[0] else "the end of the line"
         place = f"line {line + error.lineno - 1}, column {error.colno}"
-        raise ValueError(f"{place}: {said}, found {what}") from error
+        raise ValueError(f"{place}: {expectation}, found {what}") from error
     except UnicodeDecodeError as error:
         at_fault = line + data.count(b"\n", 0, error.start)
         byte = data[error.start]
@@ -98,8 +98,8 @@ def parse_row_of(path: Path, line: bytes, shape: Any = HasStep) -> dict[str, Any
 
 def _shape_fault(error: Exception) -> str:
     """What msgspec says of a shape, in the words of our other messages."""
-    said = str(error).replace("Expected ", "expected ").replace(", got ", ", found ")
-    return said.replace("Object missing required field", "expected an object with the key")
+    text = str(error).replace("Expected ", "expected ").replace(", got ", ", found ")
+    return text.replace("Object missing required field", "expected an object with the key")
 
 
 def read_table(path: Path, shape: Any = dict[str, Any]) -> Any:

@@ -50,8 +50,9 @@ Precision: TypeAlias = Literal["float32", "bfloat16"]
 def compute_dtype(name: Literal["auto"] | Precision, device: torch.device) -> Precision:
     """What ``trainer.dtype`` is on the device. An older GPU would emulate bfloat16, slowly."""
     if name == "auto":
-        has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bfloat16" if has else "float32"
+        on_gpu = device.type == "cuda"
+        computes_it = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if computes_it else "float32"
     return name
 
 

@@ -88,6 +88,7 @@ def token_logprobs(
     computed = None
     # A head that is not a plain linear layer (one that PEFT trains whole) has to be called.
     if kernel is not None and cap is None and type(head) is nn.Linear:
+        # By position: a kernel from elsewhere may give its parameters other names.
         computed = kernel.logprobs(head, hidden, temperatures, labels, entropy_gradient)
     if computed is None:
         apply: Any = LogprobAndEntropy.apply
@@ -95,7 +96,10 @@ def token_logprobs(
         computed = apply(logits, temperatures, labels, entropy_gradient)
 
     # With context parallelism each rank has a part of the targets, and the loss needs all.
-    chosen, entropy = (context.gather_parts(column, len(row.targets)) for column in computed)
+    chosen, entropy = computed
+    chosen = context.gather_parts(chosen, len(row.targets))
+    entropy = context.gather_parts(entropy, len(row.targets))
+
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 

@@ -93,9 +93,11 @@ def mean_of(cls: type[Loss], loss: LossFunction) -> str:
 
 
 def _mean_of(cls: type[Loss], loss: LossFunction, vectors: frozenset[str]) -> str:
-    once, twice = (
-        float(loss(probe_inputs(cls, copies, vectors)).loss.detach()) for copies in (1, 2)
-    )
+    def value(copies: int) -> float:
+        return float(loss(probe_inputs(cls, copies, vectors)).loss.detach())
+
+    once = value(copies=1)
+    twice = value(copies=2)
     if Component(cls.name, cls).scope != "token":
         # A loss of 0 may be a sum or a mean.
         if abs(once) > 1e-6 and abs(twice - once) < 1e-4 * abs(once):
@@ -281,10 +283,8 @@ def probe_inputs(
     if TOP_IDS in read:
         read[TOP_IDS] = torch.arange(12, dtype=torch.int32).view(6, 2)
 
-    known, streams = (
-        {name: torch.cat([column] * copies) for name, column in columns.items()}
-        for columns in (known_columns, read)
-    )
+    known = {name: torch.cat([column] * copies) for name, column in known_columns.items()}
+    streams = {name: torch.cat([column] * copies) for name, column in read.items()}
 
     for name in known.keys() & set(WITH_GRADIENT):
         known[name].requires_grad_()

@@ -144,7 +144,8 @@ def save(
     """Write the whole model, or the adapter where a tuning trains one; every rank calls this."""
     tuning = tuning_of(model)
     tensors = published_tensors(model)
-    name, metadata = (tuning.weights_file, tuning.metadata()) if tuning else (WEIGHTS, {})
+    name = tuning.weights_file if tuning else WEIGHTS
+    metadata = tuning.metadata() if tuning else {}
     dtypes = published_dtypes(model, tensors, dtype)
     pieces = published_pieces(model, tensors)
     layout = lay_out(tensors, dtypes, metadata=metadata, pieces=pieces)

@@ -26,8 +26,11 @@ class Rank:
     @classmethod
     def of_process(cls) -> Rank:
         """As torchrun, or our agent, sets it in the environment."""
-        number, size, local = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return cls(int(number or 0), int(size or 1), int(local or 0))
+        return cls(
+            number=int(os.environ.get("RANK") or 0),
+            size=int(os.environ.get("WORLD_SIZE") or 1),
+            local=int(os.environ.get("LOCAL_RANK") or 0),
+        )
 
     def check(self, num_ranks: int) -> None:
         """Raises ``ConfigError`` unless the launch expects as many ranks."""

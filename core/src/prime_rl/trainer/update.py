@@ -332,8 +332,8 @@ class BatchUpdate:
         batch, which runs once more for it, what replay does to the gap between π and μ."""
         replay = self.trainer.replay
         if replay is not None:
-            flipped, replayed = (context.total(number) for number in replay.flips)
-            metrics.add_mean("router/flipped", flipped, replayed)
+            flipped, replayed = replay.flips
+            metrics.add_mean("router/flipped", context.total(flipped), context.total(replayed))
 
         if self.has_compared:
             return

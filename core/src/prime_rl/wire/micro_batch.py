@@ -161,9 +161,14 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
             buffers.append(data.tobytes())
             columns.append(_Column(name, data.nbytes))
 
-        num_tokens = len(micro_batch)
-        num_sequences = micro_batch.num_sequences
-        rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
+        rows.append(
+            _Row(
+                num_tokens=len(micro_batch),
+                num_sequences=micro_batch.num_sequences,
+                envs=micro_batch.envs,
+                columns=columns,
+            )
+        )
 
     # Left out by default, so that the bytes of a run without minibatches are those of before.
     numbers = [micro_batch.minibatch for micro_batch in micro_batches]

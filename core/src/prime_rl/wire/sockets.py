@@ -59,8 +59,11 @@ STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 def wire_key() -> bytes:
     """The key of this attempt at the run, derived from the run's admin key. A process of an earlier
     attempt has another key."""
-    of = identity(os.environ)
-    text = "" if of is None else f"{of[0]}:{of[2]}"
+    process = identity(os.environ)
+    text = ""
+    if process is not None:
+        attempt, _, run_dir = process
+        text = f"{attempt}:{run_dir}"
     return hmac.digest(os.environ.get(ADMIN_KEY, "").encode(), text.encode(), "sha256")
 
 
@@ -260,8 +263,9 @@ class Outbox:
     async def _answer(self) -> None:
         """Send the next frame, unless this connection has got it."""
         if self._peer and self._unread and self._sent < self._num_read:
+            number = self._num_read
             # Set before the await: `put` and `_serve` must not both send the frame.
-            self._sent = number = self._num_read
+            self._sent = number
             message = [self._peer, b"%d" % number, self._unread[0]]
             await self._socket.send_multipart(message, copy=False)
 

@@ -260,6 +260,8 @@ def _by_document(inputs: Inputs) -> Tensor:
     if window is not None and window >= documents.longest:
         window = None
     reason = _why_no_kernel(query)
+    if not reason and value.shape[-1] > key.shape[-1]:
+        reason = "the kernel takes no values that are larger than their keys"
     _log_choice(reason, query.is_cuda)
     if not reason:
         return _varlen_kernel(inputs, window)
@@ -372,7 +374,11 @@ def _log_choice(reason: str, on_gpu: bool) -> None:
 def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
     varlen_attn = _torch_varlen()
     assert varlen_attn is not None  # otherwise `_why_no_kernel` has a reason
-    columns = (inputs.query, inputs.key, inputs.value)
+    size = inputs.value.shape[-1]
+    # The kernel takes heads of one size. Values of latent attention (DeepSeek) are smaller than
+    # keys: zeros behind them become zeros of the output.
+    value = nn.functional.pad(inputs.value, (0, inputs.key.shape[-1] - size))
+    columns = (inputs.query, inputs.key, value)
     q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
     offsets = inputs.documents.offsets
     longest = inputs.documents.longest
@@ -393,7 +399,7 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
         **grouped,
     )
     assert isinstance(output, Tensor)
-    return output[None]
+    return output[None, ..., :size]
 
 
 def _check(module: nn.Module, documents: Documents | None) -> Documents:

@@ -56,6 +56,9 @@ def _of_hub_cache(name: str) -> Path | None:
 
 def kv_bytes(table: dict[str, Any], size: int) -> int:
     """Bytes of one token's keys and values in all layers, at ``size`` bytes a number."""
+    if table.get("kv_lora_rank"):  # latent attention: vLLM keeps what keys and values are made of
+        latent = table["kv_lora_rank"] + table["qk_rope_head_dim"]
+        return int(table["num_hidden_layers"] * latent * size)
     heads = table["num_attention_heads"]
     width = table.get("head_dim") or table["hidden_size"] // heads
     return int(2 * table["num_hidden_layers"] * _kv_heads(table) * width * size)
@@ -76,6 +79,7 @@ def active_share(table: dict[str, Any], weights: float) -> float:
     if not experts:
         return 1.0
     width = table.get("moe_intermediate_size") or table["intermediate_size"]
-    one = 3 * table["hidden_size"] * width * table["num_hidden_layers"]
+    num_dense = table.get("first_k_dense_replace") or 0  # layers of DeepSeek and GLM before them
+    one = 3 * table["hidden_size"] * width * (table["num_hidden_layers"] - num_dense)
     idle = one * (experts - table["num_experts_per_tok"])
     return float((weights - idle) / weights)

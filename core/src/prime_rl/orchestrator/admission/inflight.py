@@ -55,15 +55,13 @@ def inflight_limit(
     if synchronous is not None:
         return InflightLimit(synchronous, "one batch, since max_off_policy_steps = 0")
 
-    known = [capacity for capacity in capacities if capacity is not None]
+    reported = [capacity for capacity in capacities if capacity is not None]
     # The sum is known only if every engine tells its capacity.
-    if known and len(known) == len(capacities):
-        number = ceil(sum(known) * (1 + QUEUE))
-        return InflightLimit(
-            number,
-            f"{'1 engine runs' if len(known) == 1 else f'{len(known)} engines run'} {sum(known)} "
-            f"at once, and {QUEUE:.0%} wait",
-        )
+    if reported and len(reported) == len(capacities):
+        total = sum(reported)
+        engines = "1 engine runs" if len(reported) == 1 else f"{len(reported)} engines run"
+        why = f"{engines} {total} at once, and {QUEUE:.0%} wait"
+        return InflightLimit(ceil(total * (1 + QUEUE)), why)
 
     number = ceil(batch_size + (1 + QUEUE) * sum(each.number for each in demands.values()))
     if number <= 2 * batch_size:

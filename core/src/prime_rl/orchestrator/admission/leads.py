@@ -78,7 +78,7 @@ class Leads:
         unit: Callable[[str], float] = lambda env: 1.0,
     ) -> None:
         self._batch_size = batch_size
-        self._most = float(max_off_policy_steps)
+        self._max_lead = float(max_off_policy_steps)
         self._fixed = fixed
         self._places = places
         self._unit = unit
@@ -129,15 +129,17 @@ class Leads:
         pace.version_served(version, now)
 
         training = pace.training
-        if self._most < 2 or not pace.last_seconds or not training:
+        if self._max_lead < 2 or not pace.last_seconds or not training:
             return
 
         # In units of the shortest step: measured steps are longer where a lead is too short.
         step_seconds = float(self.least_step.intervals(training, version)[0].mean())
-        wanted = {env: min(self.by_durations.get(env, 1.0), self._most) for env in self.durations}
+        wanted = {
+            env: min(self.by_durations.get(env, 1.0), self._max_lead) for env in self.durations
+        }
         for env, lead in wanted.items():
             # A lead at its limit does not depend on its margin, so the margin stays.
-            if lead <= self.reach.limit and lead < self._most:
+            if lead <= self.reach.limit and lead < self._max_lead:
                 # The trainer waited for groups of any env, or for groups of this one.
                 starved = pace.last_starved.get(None, 0.0) + pace.last_starved.get(env, 0.0)
                 starved -= pace.last_made_up
@@ -168,9 +170,9 @@ class Leads:
     def lead(self, env: str) -> float:
         """Batches of the env that are requested beyond the one in training."""
         if self._fixed is not None:
-            return min(self._fixed, self._most)
-        most = self._most if self.in_turn else min(self._most, self.reach.limit)
-        return min(self.by_durations.get(env, 1.0), most)
+            return min(self._fixed, self._max_lead)
+        limit = self._max_lead if self.in_turn else min(self._max_lead, self.reach.limit)
+        return min(self.by_durations.get(env, 1.0), limit)
 
     @property
     def longest(self) -> float:
@@ -190,13 +192,13 @@ class Leads:
         """Estimate the leads anew: at a new version, and when groups in flight have aged. Returns
         whether it did."""
         training = self.pace.training
-        if self._most < 2 or training is None or self._fixed is not None:
+        if self._max_lead < 2 or training is None or self._fixed is not None:
             return False
 
         intervals = self.least_step.intervals(training, version)
         if self.in_turn:
             # Sampling and training alternate, so a whole step counts.
-            intervals = self.pace.cycle * np.arange(1.0, self._most + 1)[:, None]
+            intervals = self.pace.cycle * np.arange(1.0, self._max_lead + 1)[:, None]
 
         seconds = float(intervals[0].mean())
         # Groups in flight age meanwhile, so there is news before the next version.
@@ -245,7 +247,7 @@ class Leads:
         """
         step = self._step_seconds
         # Beyond S steps, of the usual length: more may be needed than is allowed.
-        beyond = intervals[-1] + step * np.arange(1.0, self._most + 1)[:, None]
+        beyond = intervals[-1] + step * np.arange(1.0, self._max_lead + 1)[:, None]
         shares = survival.beyond(np.concatenate([intervals, beyond])).mean(axis=1)
 
         # By chance, more or fewer of the groups that were opened will be out than usual. The
@@ -258,10 +260,10 @@ class Leads:
 
         # Each group of a batch is late by itself, so their number varies as in coin tosses.
         places = self.rollouts_per_batch * self._share(env) * self._unit(env)
-        groups = places / self._places(env, self._sizes.get(env, 1))
-        spread = float(np.sqrt(groups * (shares * (1.0 - shares)).sum()))
-        more = (deviation + self.margins.get(env, MARGIN) * spread) / groups
-        return max(0.0, float(shares.sum()) + more)
+        num_groups = places / self._places(env, self._sizes.get(env, 1))
+        spread = float(np.sqrt(num_groups * (shares * (1.0 - shares)).sum()))
+        margin = self.margins.get(env, MARGIN) * spread
+        return max(0.0, float(shares.sum()) + (deviation + margin) / num_groups)
 
     @property
     def rollouts_per_batch(self) -> float:

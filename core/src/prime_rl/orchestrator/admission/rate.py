@@ -14,7 +14,7 @@ class RateLimit:
     """At most ``per_minute`` groups in any 60 seconds. The first ones open at once."""
 
     def __init__(self, per_minute: int) -> None:
-        self._most = per_minute
+        self._per_minute = per_minute
         self._opened: deque[tuple[float, float]] = deque()
         """When, and which share of a group: of those in the last minute."""
 
@@ -23,7 +23,7 @@ class RateLimit:
         while self._opened and now - self._opened[0][0] >= MINUTE:
             self._opened.popleft()
         used = sum(share for _, share in self._opened)
-        if used < self._most - TOLERANCE:
+        if used < self._per_minute - TOLERANCE:
             return 0.0
         return MINUTE - (now - self._opened[0][0])
 

@@ -122,7 +122,8 @@ class Tickets:
         # Tickets without a version, and those that do not age, have no last batch.
         if not ticket.ages or ticket.opened_at is None:
             return
-        of_version = self.by_version.setdefault(ticket.policy_version, Counter())
-        of_version[ticket.env_name] += members
-        if not of_version.total():
+
+        by_env = self.by_version.setdefault(ticket.policy_version, Counter())
+        by_env[ticket.env_name] += members
+        if not by_env.total():
             del self.by_version[ticket.policy_version]
