@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ranks_cases
 import torch
+import transformers
 import warm
 from family_models import DEEPSEEK, FAMILIES
 from safetensors.torch import load_file
@@ -22,11 +23,17 @@ from test_router_replay import gaps_of, sample_of, sampled_by_the_engine
 from test_router_replay import row_of as routed_row
 from torch import nn
 
+from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import ROUTER_BIASES, TrainerConfig
 from prime_rl.errors import ConfigError
-from prime_rl.trainer.expert_balance import LOADS, ExpertBalance
+from prime_rl.rundir.checkpoints import finished, unfinished
+from prime_rl.rundir.status import Status
+from prime_rl.trainer.checkpoint import Checkpointer, restore
+from prime_rl.trainer.expert_balance import LOADS, ExpertBalance, is_router_bias
 from prime_rl.trainer.model import Policy, load_model
-from prime_rl.trainer.published import Publisher
+from prime_rl.trainer.parallel import full
+from prime_rl.trainer.published import Publisher, published_dtypes, published_tensors
+from prime_rl.trainer.references import References
 from prime_rl.trainer.routes import Mixture
 from prime_rl.wire import MicroBatch
 from prime_rl.wire.micro_batch import MEASURED
@@ -285,3 +292,65 @@ def test_a_run_of_four_ranks_exports_and_keeps_the_biases_it_has_published(runs:
         assert float(bias.abs().max()) >= 4 * RATE - 1e-6
     lines = (runs / "four" / LOADS).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 5]
+
+
+def test_a_checkpoint_of_before_whose_average_lacks_the_biases_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The average of the biases begins with the loaded ones, and everything else goes on."""
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    DEEPSEEK_V3.write(model_dir)
+    (model_dir / "tokenizer.json").write_text("{}")
+
+    def weights_alone(references: References) -> dict[str, torch.Tensor]:
+        return {n: p for n, p in references._model.named_parameters() if p.requires_grad}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(References, "_trained", weights_alone)
+        before = trainer_of(model_dir, ema_decay=0.9)
+        before.train_step(1, [row_of([5, 9, 3, 7])])
+        run = tmp_path / "run"
+        folder = unfinished(run, 1)
+        folder.orchestrator.mkdir(parents=True)
+        folder.progress.write_text("{}")
+        publisher = Publisher(run / "broadcasts", 2)
+        publisher.write(before.model, 1, exact=True)
+        publisher.announce(1)
+        checkpointer = Checkpointer(run, CkptConfig(interval=1), model_dir, None)
+        checkpointer.save(before, 1, publisher.path(1), Status(None))
+        checkpointer.wait(Status(None))
+
+    resumed = trainer_of(model_dir, ema_decay=0.9)
+    loaded = {n: t.clone() for n, t in resumed.references.average.items() if is_router_bias(n)}
+    assert loaded
+    restore(resumed, finished(run, 1))
+    for name, average in resumed.references.average.items():
+        expected = loaded[name] if name in loaded else before.references.average[name]
+        torch.testing.assert_close(full(average), full(expected), rtol=0, atol=0)
+
+
+def test_a_bias_that_is_a_parameter_is_refused_by_both_settings_and_rounded_for_engines() -> None:
+    """Ernie 4.5. Neither message sends to the other setting."""
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name in ("balance_loss", "balance_bias"):
+        settings: dict[str, Any] = {"device": "cpu", name: 0.001}
+        with pytest.raises(ConfigError, match=f"trainer.{name}: .*leave both out"):
+            Policy(model, TrainerConfig(**settings))
+
+    model._keep_in_fp32_modules_strict = None  # as AFMoE and Laguna, which transformers rounds
+    tensors = published_tensors(model)
+    (bias, *_) = [name for name in tensors if is_router_bias(name)]
+    assert published_dtypes(model, tensors, torch.bfloat16)[bias] == torch.bfloat16

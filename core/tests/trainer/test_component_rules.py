@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from prime_rl.registry.components import Components, installed_losses
 from prime_rl.registry.manager import load_plugins
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.packing import Packing
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 
 CPU = torch.device("cpu")
@@ -210,3 +212,18 @@ def test_the_kit_knows_a_loss_that_is_divided_by_a_constant(
     hooks.register(SimpleNamespace(register_losses=hookimpl(lambda: [cls])), "drgrpo")
     monkeypatch.setattr(components, "load_plugins", lambda group: hooks)
     assert components.installed_losses.__wrapped__()["drgrpo"].unit == "constant"
+
+
+def test_a_plugins_packing_may_call_its_parameters_otherwise() -> None:
+    class Renamed(Packing):
+        def lay_out(self, ids, owners, sizes, places, where, last=None):  # type: ignore[no-untyped-def]
+            return super().lay_out(ids, owners, sizes, places, where, last)
+
+    mine = {"ids", "owners", "sizes", "places", "where", "last"}
+    assert not mine & {*inspect.signature(Packing.lay_out).parameters}
+    losses = installed_losses().with_rl(loss_of())
+    rollout = rollout_of("a", num_samples=2)
+    stamp(rollout, "rl", losses)
+    (micro_batch,) = packed(losses, rollout)
+    row, expected = (make_row(micro_batch, CPU, packing) for packing in (Renamed(), Packing()))
+    assert row.layout.token_ids.equal(expected.layout.token_ids)

@@ -26,7 +26,7 @@ from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
 from prime_rl_plan.devices import MIB as CARDS
-from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side
+from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side, kv_copies
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +159,14 @@ def test_latent_keys_and_layers_without_experts_count_as_deepseek_v3_has_them():
     }
     assert kv_bytes(table, 2) == 70_272
     assert 36e9 < active_share(table, 671e9) * 671e9 < 39e9
+
+
+@pytest.mark.parametrize(("latent", "copies"), [(512, 8), (None, 1)])
+def test_tensor_parallelism_divides_heads_and_no_latent(latent: int | None, copies: int) -> None:
+    settings = {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}
+    engine = SimpleNamespace(config=SimpleNamespace(model_dump=lambda: settings))
+    facts: Any = SimpleNamespace(table={"kv_lora_rank": latent}, engine=engine)
+    assert kv_copies(facts) == copies
 
 
 @pytest.mark.parametrize(

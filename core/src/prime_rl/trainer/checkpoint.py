@@ -45,6 +45,7 @@ from prime_rl.rundir.checkpoints import (
 )
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
+from prime_rl.trainer.expert_balance import is_router_bias
 from prime_rl.trainer.publish import copy_model_files
 from prime_rl.trainer.published import retry
 from prime_rl.trainer.state import TrainerState
@@ -303,6 +304,8 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
         for name in _never_stepped(state, saved):
             # A key that the checkpoint lacks would fail the whole load.
             del tensors[name]
+        for name in _unsaved_biases(tensors, saved):
+            del tensors[name]
 
         with warnings.catch_warnings():  # that one rank has no process group
             warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -373,6 +376,17 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if "step" in each:
                 each["step"].zero_()
     return state
+
+
+def _unsaved_biases(tensors: Collection[str], saved: Collection[str]) -> list[str]:
+    """Router biases of the average and of the reference that a checkpoint of an earlier version
+    lacks: those of the loaded weights stay."""
+    kept = ("ema.", "reference.")
+    return [
+        name
+        for name in tensors
+        if name.startswith(kept) and is_router_bias(name) and name not in saved
+    ]
 
 
 def _never_stepped(state: dict[str, Any], saved: Collection[str]) -> list[str]:

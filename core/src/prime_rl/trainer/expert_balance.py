@@ -68,8 +68,21 @@ def is_router_bias(name: str) -> bool:
     return name.rpartition(".")[2] in ROUTER_BIASES
 
 
+def _fixed_bias(model: nn.Module) -> str:
+    """Why neither setting works for a model whose router bias is a parameter; empty: it is not."""
+    fixed = [name for name, _ in model.named_parameters() if is_router_bias(name)]
+    if not fixed:
+        return ""
+    return (
+        f"the routers of {type(model).__name__} have a bias that is a parameter ({fixed[0]}). "
+        "Neither trainer.balance_bias nor trainer.balance_loss can balance them: leave both out"
+    )
+
+
 def check_routers(model: nn.Module) -> None:
     """Raises ``ConfigError`` for a model whose routers ``trainer.balance_loss`` cannot balance."""
+    if _fixed_bias(model):
+        raise ConfigError(f"trainer.balance_loss: {_fixed_bias(model)}.")
     if have_biases(model):
         raise ConfigError(
             f"trainer.balance_loss: the routers of {type(model).__name__} rank experts with a bias "
@@ -93,7 +106,7 @@ def bias_places(model: nn.Module, mixtures: Sequence[Mixture]) -> list[tuple[nn.
         ]
         places += found[:1]
         if not found:
-            problem = (
+            problem = _fixed_bias(model) or (
                 f"the router of {mixture.name} in {type(model).__name__} has no bias as a buffer "
                 f"(expected {' or '.join(ROUTER_BIASES)}). Set trainer.balance_loss = 0.001 instead"
             )

@@ -149,14 +149,8 @@ def make_row(
 
     # `of_tokens` are token ids, or numbers that stand for a token with its experts.
     def lay_out(of_tokens: Ints) -> Layout:
-        return packing.lay_out(
-            of_tokens,
-            sequence_ids,
-            lengths=lengths,
-            targets=targets,
-            device=device,
-            ends=ends,
-        )
+        # By position: a plugin's packing may call its parameters otherwise.
+        return packing.lay_out(of_tokens, sequence_ids, lengths, targets, device, ends)
 
     routes = micro_batch.streams.get(ROUTES) if with_routes else None
     if routes is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import ROUTER_BIASES
@@ -190,14 +190,21 @@ def published_dtypes(
 ) -> dict[str, torch.dtype]:
     """The tensors that are rounded to ``dtype`` for the engines: floats, without what transformers
     keeps in float32 for every type of model, and the biases of routers, which move by less than a
-    rounding. None of an adapter, which engines add to the base in float32."""
+    rounding (those that are parameters are rounded: the trainer rounds them too). None of an
+    adapter, which engines add to the base in float32."""
     if dtype is None or tuning_of(model) is not None:
         return {}
 
     strict = model._keep_in_fp32_modules_strict or ()
-    kept = [f"*{pattern}*" for pattern in (*strict, *ROUTER_BIASES)]
+    kept = [f"*{pattern}*" for pattern in strict]
+    biases = [f"*{name}" for name in ROUTER_BIASES]
+
+    def is_kept(name: str, tensor: Tensor) -> bool:
+        patterns = kept if isinstance(tensor, nn.Parameter) else kept + biases
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
     return {
         name: dtype
         for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not any(fnmatchcase(name, p) for p in kept)
+        if tensor.is_floating_point() and not is_kept(name, tensor)
     }

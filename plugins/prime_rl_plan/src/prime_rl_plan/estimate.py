@@ -323,7 +323,7 @@ def engine_side(facts: PlanFacts) -> tuple[Side, int]:
     spread = facts.engine.num_gpus if machines.count else 1
     weights = facts.weights * facts.size / spread
     longest = facts.config.inference.max_model_len or facts.config.seq_len
-    sample = kv_bytes(facts.table, facts.size) * longest / spread
+    sample = kv_bytes(facts.table, facts.size) * kv_copies(facts) * longest / spread
     if not machines.count:
         parts = {"weights": weights, "KV": sample * facts.in_flight}
         return Side(parts, math.inf, sum(parts.values())), facts.in_flight
@@ -339,6 +339,14 @@ def engine_side(facts: PlanFacts) -> tuple[Side, int]:
         parts["weights on their way"] = 2.0 * max(size, BUCKET) + PIECE
         limit = machines.memory - CONTEXT - facts.other_context
     return Side(parts, limit, sum(parts.values())), max(int(room // sample), 0)
+
+
+def kv_copies(facts: PlanFacts) -> int:
+    """GPUs of an engine that keep the same keys and values. Latent attention has no heads that
+    tensor parallelism could divide."""
+    if not facts.table.get("kv_lora_rank"):
+        return 1
+    return int(facts.engine.config.model_dump().get("tensor_parallel_size") or 1)
 
 
 # -- host memory, time
@@ -462,7 +470,7 @@ def sampling_seconds(facts: PlanFacts, concurrency: int) -> float:
     flops = 2 * facts.weights * active_share(facts.table, facts.weights)
     peak = (machines.bfloat16 if size == 2 else machines.float32) * spread
     prompts = samples / config.orchestrator.group_size  # a group shares its prefill
-    kv = kv_bytes(facts.table, size) * (prompt + completion / 2)
+    kv = kv_bytes(facts.table, size) * kv_copies(facts) * (prompt + completion / 2)
     read = (facts.weights * size + at_once * kv) / (machines.bandwidth * spread)
     token = max(read, at_once * flops / peak)
     return prompts * prompt * flops / peak + samples / at_once * completion * token
