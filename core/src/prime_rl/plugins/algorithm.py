@@ -80,7 +80,8 @@ class ReferenceModel(Protocol):
     async def logprobs(
         self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
     ) -> FloatColumn:
-        """The log-probability of each token given those before it: [T]; 0.0 for the first."""
+        """The log-probability of each token given those before it: [T]; 0.0 for the first. At
+        temperature 1: to compare with the policy's, declare ``needs_temperature = 1.0``."""
         ...
 
     async def top_logprobs(

@@ -277,8 +277,8 @@ class TrainerObserver(RunObserver):
         ``trainer.epochs`` each epoch calls this again, with the same ``micro_batch`` object."""
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """All rows of the batch are done; its last optimizer step follows. Returns further metrics:
-        rank 0's are recorded."""
+        """All rows of the batch are done; its last optimizer step follows. Gradients are clipped
+        already. Returns further metrics: rank 0's are recorded."""
         return {}
 
     def bad_step(self, step: int, micro_batches: Sequence[Any]) -> str:
