@@ -374,10 +374,12 @@ def _log_choice(reason: str, on_gpu: bool) -> None:
 def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
     varlen_attn = _torch_varlen()
     assert varlen_attn is not None  # otherwise `_why_no_kernel` has a reason
-    size = inputs.value.shape[-1]
-    # The kernel takes heads of one size. Values of latent attention (DeepSeek) are smaller than
-    # keys: zeros behind them become zeros of the output.
-    value = nn.functional.pad(inputs.value, (0, inputs.key.shape[-1] - size))
+    missing = inputs.key.shape[-1] - inputs.value.shape[-1]
+    value = inputs.value
+    if missing:
+        # The kernel takes heads of one size. Values of latent attention (DeepSeek) are smaller than
+        # keys: zeros behind them become zeros of the output. Other models are not copied for it.
+        value = nn.functional.pad(value, (0, missing))
     columns = (inputs.query, inputs.key, value)
     q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
     offsets = inputs.documents.offsets
@@ -399,7 +401,7 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
         **grouped,
     )
     assert isinstance(output, Tensor)
-    return output[None, ..., :size]
+    return output[None, ..., : inputs.value.shape[-1]] if missing else output[None]
 
 
 def _check(module: nn.Module, documents: Documents | None) -> Documents:
