@@ -1,5 +1,5 @@
-"""Biases of routers that even out the load (``trainer.balance_bias``): a plain update by hand, what
-engines and checkpoints get, and four ranks against one."""
+"""Biases of routers that even out the load (``trainer.balance_bias``): a plain update worked out
+here, what engines and checkpoints get, and four ranks against one."""
 
 from __future__ import annotations
 

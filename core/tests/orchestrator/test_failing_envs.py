@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulated_run import Simulated
 
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch_size import BatchSize
@@ -78,25 +78,6 @@ def test_some_env_may_always_be_sampled_that_has_something() -> None:
 # -- runs of two envs under a clock that jumps ------------------------------------------------
 
 
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next event."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(selector := selectors.DefaultSelector())
-        select = selector.select
-
-        def jump(timeout: float | None = None) -> Any:
-            assert timeout is not None, "nothing will ever happen"
-            self.now += timeout
-            return select(0)
-
-        selector.select = jump  # type: ignore[method-assign]
-
-    def time(self) -> float:
-        return self.now
-
-
 Outcome = tuple[float, bool]
 """Seconds of a rollout, and whether it finishes."""
 BATCH = 16
@@ -118,6 +99,7 @@ class Run:
         self.version = 0
         self.step = 1
         self.num_buffered = 0
+        self.most_inflight = 0
         self.chosen: Counter[str] = Counter()
         self.trained: Counter[str] = Counter()
         self.ends: list[float] = []
@@ -125,6 +107,7 @@ class Run:
             batch_size=BATCH,
             max_off_policy_steps=lag,
             group_size=size,
+            max_inflight_rollouts=10_000,
             train={"env": [{"id": name} for name in envs]},
         )
         self.envs: list[Any] = [
@@ -168,6 +151,7 @@ class Run:
         return least, 0
 
     async def rollout(self, group: OpenGroup, index: int) -> list[Rollout] | None:
+        self.most_inflight = max(self.most_inflight, self.dispatcher.num_inflight)
         seconds, finishes = self.outcome(group.env.name, asyncio.get_running_loop().time())
         await asyncio.sleep(seconds)
         return [make_rollout(1.0, group_id=group.group_id)] if finishes else None
@@ -213,7 +197,7 @@ class Run:
 
 
 def simulated(run: Run, steps: int) -> Run:
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+    with asyncio.Runner(loop_factory=Simulated) as runner:
         runner.run(run.go(steps))
     return run
 
@@ -267,10 +251,17 @@ def test_time_outs_that_come_back_last_do_not_make_an_env_fail(
     assert "rollouts failed" not in caplog.text
 
 
-def test_an_env_alone_is_not_held_back() -> None:
+@pytest.mark.parametrize("envs", [("other",), ("other", "another")], ids=["one", "both"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_where_no_env_works_the_run_stays_within_its_bound(
+    envs: tuple[str, ...], alone: bool
+) -> None:
+    """Two batches with one version of staleness, and one group of each env that asks."""
+
     def outcome(env: str, now: float) -> Outcome:
         return (1.0, False) if now < 50 else (0.05, True)
 
-    run = simulated(Run(outcome, envs=("other",)), steps=20)
+    run = simulated(Run(outcome, envs=envs, lag=1, alone=alone), steps=20)
     assert run.dispatcher.counts["dispatched"] > 3 * 64
-    assert not run.dispatcher.is_failing("other")
+    assert not any(run.dispatcher.is_failing(env) for env in envs)
+    assert run.most_inflight <= 2 * BATCH + 4 * len(envs)

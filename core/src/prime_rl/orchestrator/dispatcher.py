@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from math import ceil, inf
 
 import msgspec
@@ -319,7 +320,9 @@ class Dispatcher:
                 env,
                 self._failed[env],
             )
-            self._wait_no_more(env)
+            # An env alone keeps its places: its batches have no other groups to wait for.
+            if any(other != env and not self.is_failing(other) for other in self._envs):
+                self._wait_no_more(env)
         elif was_failing and not self.is_failing(env):
             log.info("env %r works again", env)
 
@@ -339,6 +342,14 @@ class Dispatcher:
         group.asks = True
         self.admission.wait_no_more(group)
 
+    def _another_asks(self, group: OpenGroup) -> bool:
+        """Whether another group of its env takes no places already. Then this one, which opens only
+        because no other env has anything to give, takes its own, and the bound holds."""
+        return any(
+            other.asks and other.env is group.env and other.group_id != group.group_id
+            for other in self._open.values()
+        )
+
     def is_failing(self, env: str) -> bool:
         """Whether all that came back of an env lately has failed. Never so in a synchronous run,
         whose groups do not depend on what comes back."""
@@ -346,7 +357,7 @@ class Dispatcher:
 
     def is_asked(self, env: str) -> bool:
         """Whether a group of the env is on its way."""
-        groups = (*self._open.values(), *self._chosen.values())
+        groups = chain(self._open.values(), self._chosen.values())
         return any(group.env.name == env for group in groups)
 
     # -- opening groups ---------------------------------------------------------------------------
@@ -515,7 +526,7 @@ class Dispatcher:
     def _open_group(self, group: OpenGroup) -> None:
         self._open[group.number] = self._chosen.pop(group.number)
         self.admission.open(group, self._engines.policy.version, self._clock())
-        if self.is_failing(group.env.name):
+        if self.is_failing(group.env.name) and not self._another_asks(group):
             self._ask(group)
         for index in group.requested:
             self._start(group, index)
@@ -560,8 +571,11 @@ class Dispatcher:
 
         if group.is_back:
             # It kept places for as many members as could train: the rest is free for others.
-            size = min(group.size, group.num_finished) if group.env.limits else None
-            size = group.num_finished if group.asks else size
+            size = None
+            if group.asks:
+                size = group.num_finished
+            elif group.env.limits:
+                size = min(group.size, group.num_finished)
             self.admission.complete(group, self._clock(), size)
             self._hand_on()
         elif self._is_enough(group):
