@@ -342,14 +342,6 @@ class Dispatcher:
         group.asks = True
         self.admission.wait_no_more(group)
 
-    def _another_asks(self, group: OpenGroup) -> bool:
-        """Whether another group of its env takes no places already. Then this one, which opens only
-        because no other env has anything to give, takes its own, and the bound holds."""
-        return any(
-            other.asks and other.env is group.env and other.group_id != group.group_id
-            for other in self._open.values()
-        )
-
     def is_failing(self, env: str) -> bool:
         """Whether all that came back of an env lately has failed. Never so in a synchronous run,
         whose groups do not depend on what comes back."""
@@ -530,6 +522,14 @@ class Dispatcher:
             self._ask(group)
         for index in group.requested:
             self._start(group, index)
+
+    def _another_asks(self, group: OpenGroup) -> bool:
+        """Whether another group of its env takes no places already. Then this one, which opens only
+        because no other env has anything to give, takes its own, and the bound holds."""
+        return any(
+            other.asks and other.env is group.env and other.group_id != group.group_id
+            for other in self._open.values()
+        )
 
     def _start(self, group: OpenGroup, index: int) -> None:
         self._inflight += 1
