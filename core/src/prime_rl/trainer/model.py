@@ -109,7 +109,7 @@ class Policy(nn.Module):
 
     @property
     def resident(self) -> list[nn.Parameter]:
-        """The weights of experts that stay on their ranks."""
+        """The weights of experts that stay on their ranks, those of their adapters included."""
         return [weight for module in self.resident_experts for weight in module.parameters()]
 
     def prepare_blocks(self, config: TrainerConfig, device: torch.device, compiled: bool) -> None:
@@ -255,15 +255,12 @@ def resident_experts(
         problem = f"{type(model).__name__} has no mixture whose experts lie in one weight"
     elif not kernel.computes_tokens_of_others:
         problem = f"the kernel {kernel.name!r} does not send tokens (pip install prime-rl-kernels)"
-    elif hasattr(model, "prime_rl_tuning"):
-        problem = "adapters are trained with all experts gathered"
     if problem:
         raise ConfigError(f"trainer.expert_parallel is true: {problem}. Set it to false.")
 
-    for module in experts:
-        numbers = {len(weight) for weight in module.parameters()}
-        config.check_experts(max(numbers), parallel.num_ranks())
-    return experts if parallel.several_ranks() else []
+    for num_experts in experts.values():
+        config.check_experts(num_experts, parallel.num_ranks())
+    return [*experts] if parallel.several_ranks() else []
 
 
 def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
