@@ -264,8 +264,15 @@ def test_several_machines_need_a_launcher_that_uses_them(known_costs: None, tmp_
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert ", on one of these machines" in shown.stdout.splitlines()[0]
-    best = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)[0]
-    tables = tomllib.loads(best["toml"])
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    tables = tomllib.loads(found[0]["toml"])
     assert tables["launcher"] == {"type": "ray"}
     assert tables["rollout_transport"] == {"host": "0.0.0.0"}
     assert tables["inference"]["replicas"] + tables["trainer"]["num_ranks"] == 16
+
+    # A division of the GPUs is suggested once, and not again with its trainer on other machines.
+    divisions = {
+        (tables["inference"]["replicas"], tables["trainer"]["num_ranks"])
+        for tables in (tomllib.loads(each["toml"]) for each in found)
+    }
+    assert len(divisions) == len(found)

@@ -21,13 +21,14 @@ Shapes: E = experts of a layer, N = ranks that share a copy, n = ranks of a grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prime_rl.trainer import parallel
@@ -62,96 +63,116 @@ class ExpertRanks:
         return (rank * self.num_shards + shard) * held + chosen % held
 
 
-def join(modules: Sequence[nn.Module], num_ranks: int, reduces_in: torch.dtype) -> None:
-    """Give modules of experts, whose weights are in shards of whole experts, their groups of
-    ``num_ranks``. Every rank calls this."""
-    weight = cast(DTensor, next(modules[0].parameters()))
-    mesh = weight.device_mesh
+_ranks: ExpertRanks | None = None
+
+
+def join(mesh: DeviceMesh, num_ranks: int, reduces_in: torch.dtype) -> None:
+    """From now on groups of ``num_ranks`` exchange tokens. ``mesh``: that of the experts' weights.
+    Every rank calls this."""
+    global _ranks
     num_holders = mesh.shape[-1]
     num_shards = num_holders // num_ranks
 
     travel = sharing = mesh.get_group(mesh.ndim - 1)
     if num_shards > 1:
         num_copies = mesh.size() // num_holders
-        sizes = {"shard": num_shards, "expert": num_ranks}
-        mesh = parallel.make_mesh(mesh.device_type, replicate=num_copies, **sizes)
-        travel = mesh.get_group("expert")
-        sharing = mesh.get_group("shard")
+        groups = parallel.make_mesh(
+            mesh.device_type, replicate=num_copies, shard=num_shards, expert=num_ranks
+        )
+        travel = groups.get_group("expert")
+        sharing = groups.get_group("shard")
 
-    ranks = ExpertRanks(
+    _ranks = ExpertRanks(
         num_ranks=num_ranks,
         num_shards=num_shards,
         travel=travel,
         sharing=sharing,
         reduces_in=reduces_in,
     )
-    for module in modules:
-        module.prime_rl_ranks = ranks  # type: ignore[assignment]  # no tensor
 
 
-def ranks_of(module: nn.Module) -> ExpertRanks | None:
-    """The groups of a module of experts. None: it has all its experts here."""
-    return getattr(module, "prime_rl_ranks", None)
+def current() -> ExpertRanks:
+    """Those of the policy."""
+    assert _ranks is not None
+    return _ranks
+
+
+class Here:
+    """The experts that this rank computes."""
+
+    def __init__(self, weights: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+        self.all = arrived
+        self._by_weight = {id(weight): each for weight, each in zip(weights, arrived, strict=True)}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Of a weight in shards: that of the experts here, [E / n, ...]."""
+        return self._by_weight[id(weight)]
 
 
 class Gathering:
-    """The weights [E / n, ...] that this rank computes with, on their way from those that share
-    them. Every rank makes one and waits for it, with the same weights, in the same order."""
+    """Weights [E, ...] in shards on their way to the ranks that compute with them, which get
+    [E / n, ...] of each. Every rank of a group makes one, with the same weights, and waits for
+    it."""
 
-    def __init__(
-        self, ranks: ExpertRanks, weights: Mapping[str, DTensor], dtype: torch.dtype | None
-    ) -> None:
-        """``dtype``: the type in which they travel and are used. None: their own."""
-        self.ranks = ranks
+    def __init__(self, weights: Sequence[DTensor], dtype: torch.dtype | None = None) -> None:
+        """``dtype``: the type in which they travel and arrive. None: their own."""
+        self.ranks = current()
+        self._weights = weights
         self._dtype = dtype
-        self._parts = {name: weight.to_local() for name, weight in weights.items()}
-        self.num_here = ranks.num_shards * len(next(iter(self._parts.values())))
-        """E / n"""
-        self.num_experts = ranks.num_ranks * self.num_here
-        """E"""
+        self._parts = [weight.to_local() for weight in weights]
         self._wholes: list[Tensor] = []
         self._pending: list[Any] = []
-        if ranks.num_shards == 1:
+        if self.ranks.num_shards == 1:
             return
 
-        for part in self._parts.values():
+        for part in self._parts:
             rounded = part.detach().to(dtype or part.dtype)
-            whole = rounded.new_empty(ranks.num_shards * len(part), *part.shape[1:])
-            work = parallel.all_gather(whole, rounded, group=ranks.sharing, async_op=True)
+            whole = rounded.new_empty(self.ranks.num_shards * len(part), *part.shape[1:])
+            work = parallel.all_gather(whole, rounded, group=self.ranks.sharing, async_op=True)
             self._wholes.append(whole)
             self._pending.append(work)
 
-    def wait(self) -> dict[str, Tensor]:
-        """The weights by name."""
+    def wait(self) -> Here:
+        """What has arrived."""
         if self.ranks.num_shards == 1:
-            return {name: part.to(self._dtype or part.dtype) for name, part in self._parts.items()}
+            arrived = [part.to(self._dtype or part.dtype) for part in self._parts]
+        else:
+            apply: Any = _Gathered.apply
+            arrived = apply(self, *self._parts)
+        return Here(self._weights, arrived)
 
-        apply: Any = _Gathered.apply
-        return dict(zip(self._parts, apply(self, *self._parts.values()), strict=True))
-
-    def arrived(self) -> tuple[Tensor, ...]:
+    def finish(self) -> tuple[Tensor, ...]:
+        """Without a way back for gradients."""
         for work in self._pending:
             work.wait()
         return tuple(self._wholes)
 
 
 class _Gathered(torch.autograd.Function):
-    """One node for all weights of a layer: its collectives then run in the same order on all ranks,
+    """One node for all weights of a layer. So its collectives run in the same order on all ranks,
     whichever gradient a rank has first."""
 
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks = gathering.ranks
         ctx.dtypes = [part.dtype for part in parts]
-        return gathering.arrived()
+        wholes = gathering.finish()
+        trained = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(
+            *(whole for whole, trains in zip(wholes, trained, strict=True) if not trains)
+        )
+        return wholes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ranks = ctx.ranks
-        sums = []
+        sums: list[Tensor | None] = []
         pending = []
-        for grad in grads:
+        for grad, trains in zip(grads, ctx.needs_input_grad[1:], strict=True):
+            if not trains:
+                sums.append(None)
+                continue
             rounded = grad.to(ranks.reduces_in).contiguous()
             part = rounded.new_empty(len(grad) // ranks.num_shards, *grad.shape[1:])
             work = parallel.reduce_scatter(part, rounded, group=ranks.sharing, async_op=True)
@@ -160,4 +181,5 @@ class _Gathered(torch.autograd.Function):
 
         for work in pending:
             work.wait()
-        return None, *(part.to(dtype) for part, dtype in zip(sums, ctx.dtypes, strict=True))
+        of_parts = zip(sums, ctx.dtypes, strict=True)
+        return None, *(None if part is None else part.to(dtype) for part, dtype in of_parts)

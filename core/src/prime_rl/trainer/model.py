@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -236,8 +237,8 @@ def make_policy(
             reduces_in=summed_in,
         )
         if experts:
-            size = config.expert_ranks(parallel.num_ranks())
-            expert_ranks.join(experts, size, reduces_in=summed_in)
+            mesh = cast(DTensor, policy.resident[0]).device_mesh
+            expert_ranks.join(mesh, config.expert_ranks(parallel.num_ranks()), reduces_in=summed_in)
         # FSDP gathers shards in hooks of `forward`, and this method is called without it.
         register_fsdp_forward_method(policy, "plain_logprobs")
 

@@ -12,8 +12,8 @@ hybrid sharding). Deviations:
    are rounded while it runs. So the curve does not depend on the number of ranks.
 
 The experts of a mixture may be left out of this (``trainer.expert_parallel``): each rank of a
-replica has equally many, in the same shards, and tokens travel to them (``expert_ranks.py``). So a
-checkpoint or a published version does not tell in which of the two ways it was trained.
+replica has equally many, in the same shards, and tokens travel to them (``token_exchange.py``). So
+a checkpoint or a published version does not tell in which of the two ways it was trained.
 
 A collective needs every rank, in the same order on all of them. So an error of one rank is
 exchanged before it is raised (``on_main``, ``on_all``): ranks that go on without it would wait

@@ -58,6 +58,11 @@ class Layout:
     """Machines that train."""
     colocated: bool
 
+    @property
+    def division(self) -> tuple[int, int, bool]:
+        """How many GPUs do what, wherever they are."""
+        return self.ranks, self.replicas, self.colocated
+
     def changes(self, plan: Plan) -> Iterator[Change]:
         """The keys that make a config this layout."""
         config = plan.config
@@ -121,14 +126,18 @@ def suggest(plan: Plan, again: Again, shared: Sequence[Change] = ()) -> list[Sug
     ``ConfigError`` if there is nothing to divide."""
     check(plan)
     suggestions: list[Suggestion] = []
+    divided = set()
     for layout in sorted(layouts(plan), key=lambda each: foreseen(plan, each)):
         worst = sorted(each.seconds for each in suggestions)[NUM - 1 : NUM]
         if worst and foreseen(plan, layout) > worst[0]:
             break
+        if layout.division in divided:  # the same on other machines, which is slower
+            continue
         suggestion = fitted(plan, layout, again)
         if suggestion is not None:
             changes = dict(shared) | dict(suggestion.changes)
             suggestions.append(replace(suggestion, changes=tuple(changes.items())))
+            divided.add(layout.division)
 
     return sorted(suggestions, key=lambda each: each.seconds)[:NUM]
 
