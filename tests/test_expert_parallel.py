@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import ranks_cases
 import torch
 import warm
+from family_models import FAMILIES
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_fixtures import kernel_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -40,13 +42,20 @@ OWN = {"expert_parallel": True, **PLAIN}
 GROUPS = {"expert_parallel": 2, **PLAIN}
 BALANCED = {"expert_parallel": True, "balance_loss": 0.5, "minibatches": 2, **PLAIN}
 REPLAY = {"router_replay": True, **PLAIN}
+RANK = 3
+"""Of adapters. Not the 8 that grouped products are padded to."""
+ADAPTER = {"lora": {"rank": RANK, "alpha": 6}, "optim": {"type": "sgd", "lr": 0.5, "max_norm": 0.5}}
+OF_EXPERTS = ADAPTER | {"lora": {"rank": RANK, "alpha": 6, "experts": True}}
+STILL = OF_EXPERTS | {"optim": {"type": "sgd", "lr": 1e-300}}
+"""float32 has no such rate: no weight moves."""
 NUM_EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs, by name."""
+    """A folder of models and of runs, by name."""
     folder = tmp_path_factory.mktemp("experts")
+    write_narrow(folder / "narrow")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
@@ -60,10 +69,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
     (folder / "model/tokenizer.json").write_text("{}")
 
-    def job(name: str, trainer: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+    def job(
+        name: str, trainer: dict[str, Any], resume: str | None = None, model: str = "model"
+    ) -> dict[str, Any]:
         made = {
             "run_dir": str(folder / name),
-            "model": str(folder / "model"),
+            "model": str(folder / model),
             "trainer": trainer,
         }
         if resume is not None:
@@ -71,7 +82,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return made
 
     sets = [
-        (1, [job("one", PLAIN), job("one_replay", REPLAY)]),
+        (
+            1,
+            [
+                job("one", PLAIN),
+                job("one_replay", REPLAY),
+                job("one_adapter", ADAPTER),
+                job("one_adapter_of_experts", OF_EXPERTS),
+                job("one_narrow", OF_EXPERTS, model="narrow"),
+                job("one_narrow_frozen", ADAPTER, model="narrow"),
+            ],
+        ),
         (
             4,
             [
@@ -87,6 +108,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     {**GROUPS, **REPLAY, "context_parallel": 2, "activation_checkpointing": 1},
                 ),
                 job("rounded_groups", {**GROUPS, "reduce_dtype": "bfloat16"}),
+                job("four_adapter", {**OWN, **ADAPTER}),
+                job("four_adapter_of_experts", {**OWN, **OF_EXPERTS}),
+                job(
+                    "two_by_two_adapter_of_experts",
+                    {**OWN, **OF_EXPERTS, "dp_replicate": 2, "activation_checkpointing": 1},
+                ),
+                job("four_narrow", {**OWN, **OF_EXPERTS}, model="narrow"),
+                job("four_narrow_frozen", {**OWN, **ADAPTER}, model="narrow"),
+                job(
+                    "four_still_from_one",
+                    {**OWN, **STILL},
+                    resume="one_adapter_of_experts",
+                ),
+                job("two_groups_adapter", {**GROUPS, **ADAPTER}),
+                job("two_groups_adapter_of_experts", {**GROUPS, **OF_EXPERTS}),
             ],
         ),
         (
@@ -106,6 +142,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 job("two_from_four", OWN, resume="four"),
                 job("two_gathered_from_two_by_two", PLAIN, resume="two_by_two"),
                 job("two_from_two_groups", OWN, resume="two_groups"),
+                job(
+                    "two_adapter_of_experts_from_four",
+                    {**OWN, **OF_EXPERTS},
+                    resume="four_adapter_of_experts",
+                ),
+                job(
+                    "two_gathered_adapter_of_experts_from_two_by_two",
+                    OF_EXPERTS,
+                    resume="two_by_two_adapter_of_experts",
+                ),
             ],
         ),
         (
@@ -113,9 +159,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 job("one_from_four", PLAIN, resume="four"),
                 job("one_from_two_groups", PLAIN, resume="two_groups"),
+                job("one_adapter_from_four", ADAPTER, resume="four_adapter"),
             ],
         ),
-        (4, [job("two_groups_from_two_by_two", GROUPS, resume="two_by_two")]),
+        (
+            4,
+            [
+                job("two_groups_from_two_by_two", GROUPS, resume="two_by_two"),
+                job(
+                    "two_groups_adapter_of_experts_from_four",
+                    {**GROUPS, **OF_EXPERTS},
+                    resume="four_adapter_of_experts",
+                ),
+            ],
+        ),
     ]
     path = folder / "jobs.json"
     path.write_text(json.dumps(sets))
@@ -123,6 +180,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = warm.run([sys.executable, ranks_cases.__file__, path], env=env)
     assert result.returncode == 0, result.stderr
     return folder
+
+
+def write_narrow(folder: Path) -> None:
+    """A mixture whose routers always take the experts of the first rank: the others are sent
+    nothing. It has biases, and its weights are transposed."""
+    (family,) = (each for each in FAMILIES if each.name == "GPT-OSS")
+    eight = {"num_experts": NUM_EXPERTS, "num_local_experts": NUM_EXPERTS}
+    replace(family, settings=family.settings | eight).write(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("router.bias"):
+            tensor[:2] = 1000.0
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def curve(run: Path) -> dict[int, dict[str, float]]:
@@ -139,11 +211,22 @@ RESUMED = [
     *("two_from_two_groups", "one_from_two_groups", "groups_of_four_from_two_groups"),
     "two_groups_from_two_by_two",
 ]
+ADAPTED = ["four_adapter", "four_adapter_of_experts", "two_by_two_adapter_of_experts"]
+ADAPTED += ["four_narrow", "four_narrow_frozen"]
+ADAPTED += ["two_groups_adapter", "two_groups_adapter_of_experts"]
+ADAPTED_RESUMED = [
+    "two_adapter_of_experts_from_four",
+    "two_gathered_adapter_of_experts_from_two_by_two",
+    "one_adapter_from_four",
+    "two_groups_adapter_of_experts_from_four",
+]
 COMPARED = ("loss/mean", "loss/rl", "entropy/all/mean", "mismatch_kl/all/mean", "optim/grad_norm")
 
 
 def reference_of(runs: Path, name: str) -> Path:
-    return runs / ("one_replay" if "replay" in name else "one")
+    kinds = ("narrow_frozen", "narrow", "adapter_of_experts", "adapter", "replay")
+    kind = next((each for each in kinds if each in name), "")
+    return runs / f"one_{kind}".rstrip("_")
 
 
 @pytest.mark.slow
@@ -157,12 +240,13 @@ def test_ranks_replay_the_routes_of_their_own_rows(runs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MANY, *RESUMED])
+@pytest.mark.parametrize("name", [*MANY, *RESUMED, *ADAPTED, *ADAPTED_RESUMED])
 def test_loss_and_gradient_are_those_of_one_rank(runs: Path, name: str) -> None:
     """Of step 3 only one rank has a sample, and step 4 trains nothing: the others still answer."""
     expected = curve(reference_of(runs, name))
     found = curve(runs / name)
-    assert list(found) == ([3, 4, 5] if name in RESUMED else [1, 2, 3, 4, 5])
+    is_resumed = name in RESUMED + ADAPTED_RESUMED
+    assert list(found) == ([3, 4, 5] if is_resumed else [1, 2, 3, 4, 5])
     for step, metrics in found.items():
         for key in COMPARED:
             if key in expected[step]:
@@ -206,6 +290,85 @@ def test_every_published_version_has_the_weights_of_one_rank(runs: Path, name: s
     experts = [key for key in expected if ".experts." in key]
     assert len(experts) == 2 * NUM_EXPERTS * 3
     assert max(float((expected[key] - start[key]).abs().max()) for key in experts) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ADAPTED, *ADAPTED_RESUMED])
+def test_every_published_adapter_has_the_numbers_of_one_rank(runs: Path, name: str) -> None:
+    for step in (3, 5):
+        found = load_file(runs / name / f"broadcasts/step_{step}/adapter_model.safetensors")
+        path = reference_of(runs, name) / f"broadcasts/step_{step}/adapter_model.safetensors"
+        expected = load_file(path)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
+    # B begins at zero.
+    halves = [each for key, each in found.items() if "lora_B" in key]
+    assert min(float(each.abs().max()) for each in halves) > 1e-4
+
+
+@pytest.mark.slow
+def test_an_adapter_that_does_not_move_is_written_as_it_was_read(runs: Path) -> None:
+    """One rank wrote it, and four ranks read it, each its experts, and write it again."""
+    read = runs / "one_adapter_of_experts/checkpoints/step_2/weights/adapter_model.safetensors"
+    for step in (3, 5):
+        written = runs / f"four_still_from_one/broadcasts/step_{step}/adapter_model.safetensors"
+        assert written.read_bytes() == read.read_bytes()
+
+
+@pytest.mark.slow
+def test_ranks_that_are_sent_nothing_train_experts_that_do_not_move(runs: Path) -> None:
+    """Their B stays zero, and that of the two experts that all tokens choose does not."""
+    path = runs / "four_narrow/broadcasts/step_5/adapter_model.safetensors"
+    stacked = {key: each for key, each in load_file(path).items() if "experts" in key}
+    halves = [each for key, each in stacked.items() if "lora_B" in key]
+    assert len(halves) == 4
+    for half in halves:
+        by_expert = half.view(len(half), RANK, NUM_EXPERTS).abs().amax((0, 1))
+        assert (by_expert > 1e-5).tolist() == [True] * 2 + [False] * 6
+        assert not by_expert[2:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["four_adapter_of_experts", "two_by_two_adapter_of_experts"])
+def test_the_merged_weights_are_each_experts_own_sum(runs: Path, name: str) -> None:
+    """W + 2 B A in double precision, expert by expert: alpha / rank = 6 / 3."""
+    base = load_file(runs / "model/model.safetensors")
+    merged = load_file(runs / name / "weights/model.safetensors")
+    adapter = load_file(runs / name / "broadcasts/step_5/adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    changed = 0
+    for key, weight in base.items():
+        expected = weight.double() + 2 * product_of(adapter, key)
+        torch.testing.assert_close(merged[key].double(), expected, rtol=0, atol=1e-6)
+        changed += float((merged[key] - weight).abs().max()) > 1e-5
+    # Three matrices of each expert, and four of attention, in both layers.
+    assert changed == 2 * (3 * NUM_EXPERTS + 4)
+
+
+def product_of(adapter: dict[str, torch.Tensor], name: str) -> torch.Tensor | float:
+    """B A in double precision for a tensor of the model's folder, from a file in PEFT's format."""
+    module = "base_model.model." + name.removesuffix(".weight")
+    if ".experts." not in name:
+        if f"{module}.lora_A.weight" not in adapter:
+            return 0.0
+        a = adapter[f"{module}.lora_A.weight"]
+        b = adapter[f"{module}.lora_B.weight"]
+        return b.double() @ a.double()
+
+    stack, number, matrix = module.rsplit(".", 2)
+    # PEFT wraps the layer's module once for each of its two products.
+    inputs = 16 if matrix == "down_proj" else 32
+    pairs = [
+        (adapter[f"{stack}.{inner}lora_A.weight"], adapter[f"{stack}.{inner}lora_B.weight"])
+        for inner in ("", "base_layer.")
+    ]
+    ((a, b),) = ((a, b) for a, b in pairs if a.shape[1] == inputs)
+    expert = int(number)
+    a = a[RANK * expert : RANK * (expert + 1)]
+    b = b[:, expert::NUM_EXPERTS]
+    rows = {"gate_proj": slice(0, 16), "up_proj": slice(16, 32), "down_proj": slice(0, 32)}
+    return b[rows[matrix]].double() @ a.double()
 
 
 def trained_alone(runs: Path, settings: dict[str, Any]) -> tuple[Trainer, dict[str, float]]:

@@ -240,11 +240,6 @@ def _check_renderer(config: RunConfig, hooks: Hooks) -> None:
 def check_tuning(resolved: Resolved) -> None:
     """The run's tuning fits the model. Raises ``ConfigError``."""
     if resolved.tuning is not None:
-        if resolved.config.trainer.sends_tokens:
-            raise ConfigError(
-                f"trainer.expert_parallel is set, and adapters (trainer.{resolved.tuning.name}) "
-                "are trained with all experts gathered. Leave one of them out."
-            )
         past = resolved.config.orchestrator.past
         if past.base_url or PAST in resolved.earlier_weights.engines:
             raise ConfigError(

@@ -102,7 +102,7 @@ class Tuning(Offer):
         to keep a copy of the first weights, which the model's folder has under the same names."""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors to publish, by name, as this rank holds them."""
+        """The tensors to publish, by name, as this rank holds them. Every rank calls this."""
         raise NotImplementedError
 
     def metadata(self) -> Mapping[str, str]:

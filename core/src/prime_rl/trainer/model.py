@@ -110,7 +110,7 @@ class Policy(nn.Module):
 
     @property
     def resident(self) -> list[nn.Parameter]:
-        """The weights of experts to which tokens travel."""
+        """The weights of experts to which tokens travel, and of their adapters."""
         return [weight for module in self.resident_experts for weight in module.parameters()]
 
     def prepare_blocks(self, config: TrainerConfig, device: torch.device, compiled: bool) -> None:
@@ -259,15 +259,12 @@ def resident_experts(
         problem = f"{type(model).__name__} has no mixture whose experts lie in one weight"
     elif not kernel.computes_tokens_of_others:
         problem = f"the kernel {kernel.name!r} does not send tokens (pip install prime-rl-kernels)"
-    elif hasattr(model, "prime_rl_tuning"):
-        problem = "adapters are trained with all experts gathered"
     if problem:
         raise ConfigError(f"trainer.expert_parallel is set: {problem}. Leave it out.")
 
-    for module in experts:
-        numbers = {len(weight) for weight in module.parameters()}
-        config.check_experts(max(numbers), parallel.num_ranks())
-    return experts if parallel.several_ranks() else []
+    for num_experts in experts.values():
+        config.check_experts(num_experts, parallel.num_ranks())
+    return [*experts] if parallel.several_ranks() else []
 
 
 def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:

@@ -311,9 +311,10 @@ def shard(
     from the host, or read from files.
 
     ``half``: all but the modules ``exact`` compute in bfloat16. ``tuned``: what is frozen is not
-    published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have a row per
-    expert, and are not gathered with their block. ``reduces_in``: ranks sum gradients in this type,
-    those of ``exact`` in float32, without the units within.
+    published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have equally
+    many rows per expert, one expert after the other, and are not gathered with their block.
+    ``reduces_in``: ranks sum gradients in this type, those of ``exact`` in float32, without the
+    units within.
 
     Raises ``ConfigError`` if nothing is a block.
     """
@@ -360,18 +361,18 @@ def shard(
         dtype = torch.bfloat16 if half and tuned and not value.requires_grad else None
         weight = module.get_parameter(name)
         if weight in resident:
-            part = _resident(weight, mesh, home or device)
+            part = _resident(weight, mesh, home or device, dtype or weight.dtype)
         else:
             part = torch.empty_like(weight, device=home or device, dtype=dtype)
         fill(part, value)
         _set_parameter(where, part, like=value)
 
 
-def _resident(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
+def _resident(weight: Tensor, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Memory for this rank's experts of a weight [E, ...], as FSDP would lay them out."""
     num_ranks = mesh.shape[-1]
     shape = (len(weight) // num_ranks, *weight.shape[1:])
-    local = torch.empty(shape, dtype=weight.dtype, device=device)
+    local = torch.empty(shape, dtype=dtype, device=device)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     # Checking would be another collective, and all ranks lay out alike.
     part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)

@@ -36,17 +36,17 @@ def over_ranks(
     *,
     chosen: Tensor,
     weights: Tensor,
+    num_experts: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The experts' output [T, D] for hidden states [T, D], the experts chosen for each token [T, k]
     and their weights [T, k]. Every rank calls this.
 
-    ``shards``: all that ``products`` asks for, as it lies on the ranks (``DTensor``), first a
-    weight with one row per expert. ``dtype``: the type in which they arrive; None: their own.
+    ``shards``: the weights that ``products`` asks for, as they lie on the ranks (``DTensor``).
+    ``num_experts``: E. ``dtype``: the type in which weights arrive; None: their own.
     """
     gathering = Gathering(cast(Sequence[DTensor], shards), dtype)
     ranks = gathering.ranks
-    num_experts = len(shards[0])
     num_here = num_experts // ranks.num_ranks
     num_tokens, k = chosen.shape
 

@@ -62,8 +62,15 @@ def grouped_mm(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
 
     own = [*experts.parameters(recurse=False)]
     if own and isinstance(own[0], DTensor):
-        products = partial(_of_rows, experts)
-        return over_ranks(products, own, hidden, chosen=chosen, weights=weights, dtype=dtype)
+        return over_ranks(
+            partial(_of_rows, experts),
+            own,
+            hidden,
+            chosen=chosen,
+            weights=weights,
+            num_experts=experts.num_experts,
+            dtype=dtype,
+        )
 
     here = experts if dtype is None else _Rounded(experts, dtype)
     output: Tensor = grouped_mm_experts_forward(here, hidden, chosen, weights)
