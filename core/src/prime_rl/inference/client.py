@@ -152,7 +152,9 @@ class EngineClient:
     ) -> httpx.Response:
         """One attempt. ``timeout``: seconds for the answer; None: no limit. Raises the errors
         above."""
-        connect = timing.CONNECT_SECONDS if timeout is None else min(timing.CONNECT_SECONDS, timeout)
+        connect = timing.CONNECT_SECONDS
+        if timeout is not None:
+            connect = min(connect, timeout)
         limits = httpx.Timeout(timeout, connect=connect)
         try:
             answer = await self._http.request(method, route, timeout=limits, **body)
