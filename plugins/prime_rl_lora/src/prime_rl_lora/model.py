@@ -186,9 +186,27 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by PEFT's names in files; sharded if the model is."""
-    parameters = model.named_parameters()
-    return {_in_files(name): each for name, each in parameters if each.requires_grad}
+    """The trained parameters by PEFT's names, in its shapes; sharded if the model is. Every rank
+    calls this."""
+    from prime_rl_lora.experts import for_file
+
+    by_expert = _by_expert(model)
+    return {
+        _in_files(name): for_file(each) if name in by_expert else each
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+
+
+def _by_expert(model: nn.Module) -> dict[str, int]:
+    """The parameters that are laid out in another way than in files, with the number of experts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return {
+        f"{name}.lora_B.{NAME}.weight": module.num_experts
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
 
 
 def _in_files(name: str) -> str:
@@ -200,6 +218,8 @@ def load_adapter(
 ) -> None:
     """Copy a published adapter into the model. Raises ``ConfigError`` if it is of another base,
     rank or set of modules."""
+    from prime_rl_lora.experts import from_file
+
     try:
         saved = read_adapter(adapter_dir)
         check_base(base, saved)
@@ -218,9 +238,12 @@ def load_adapter(
             f"shape or missing{f', first {strange[0]!r}' if strange else ''}. Set the table back."
         )
 
+    by_expert = _by_expert(model)
     with torch.no_grad():
         for name, parameter in trained.items():
             value = saved.tensors[_in_files(name)]
+            if name in by_expert:
+                value = from_file(value, by_expert[name])
             (module, _, last) = name.rpartition(".")
             if parameter.is_meta:  # of a module that trains whole, and is still in the base's file
                 value = nn.Parameter(value.to(parameter.dtype))

@@ -304,7 +304,7 @@ def can_spread_experts(plan: Plan, ranks: int) -> bool:
     trainer = plan.config.trainer
     experts = num_experts(plan.facts.table)
     holders = ranks // trainer.dp_replicate
-    if trainer.expert_parallel or plan.facts.adapts or trainer.compile is True:
+    if trainer.expert_parallel or trainer.compile is True:
         return False
     return experts > 0 and holders > 1 and experts % holders == 0
 
