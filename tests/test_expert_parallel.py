@@ -1,11 +1,12 @@
-"""Experts that stay on their ranks: four ranks, and two times two, train what one rank trains, and
-go on from each other's checkpoints. Tokens travel by gloo."""
+"""Tokens that travel to experts: a group of four ranks, groups of two, and copies of two train what
+one rank trains, and go on from each other's checkpoints. By gloo."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ranks_cases
 import torch
 import warm
 from family_models import FAMILIES
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from trainer_fixtures import kernel_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -27,6 +29,7 @@ from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import make_optimizer
 from prime_rl.trainer.expert_balance import LOADS
+from prime_rl.trainer.expert_ranks import ExpertRanks
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.rank import Rank
@@ -36,6 +39,7 @@ from prime_rl.wire.micro_batch import decode_batch
 PLAIN = {"optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}, "expert_load": True}
 """Adam would magnify the rounding of sums in another order."""
 OWN = {"expert_parallel": True, **PLAIN}
+GROUPS = {"expert_parallel": 2, **PLAIN}
 BALANCED = {"expert_parallel": True, "balance_loss": 0.5, "minibatches": 2, **PLAIN}
 REPLAY = {"router_replay": True, **PLAIN}
 RANK = 3
@@ -98,6 +102,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 job("two_by_two", {**OWN, "dp_replicate": 2, "activation_checkpointing": 1}),
                 job("four_of_two_rows", {**OWN, "context_parallel": 2}),
                 job("rounded", {**OWN, "dp_replicate": 2, "reduce_dtype": "bfloat16"}),
+                job("two_groups", GROUPS),
+                job(
+                    "two_groups_replay",
+                    {**GROUPS, **REPLAY, "context_parallel": 2, "activation_checkpointing": 1},
+                ),
+                job("rounded_groups", {**GROUPS, "reduce_dtype": "bfloat16"}),
                 job("four_adapter", {**OWN, **ADAPTER}),
                 job("four_adapter_of_experts", {**OWN, **OF_EXPERTS}),
                 job(
@@ -111,6 +121,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     {**OWN, **STILL},
                     resume="one_adapter_of_experts",
                 ),
+                job("two_groups_adapter", {**GROUPS, **ADAPTER}),
+                job("two_groups_adapter_of_experts", {**GROUPS, **OF_EXPERTS}),
+            ],
+        ),
+        (
+            8,
+            [
+                job("two_copies_of_two_groups", {**GROUPS, "dp_replicate": 2}),
+                job(
+                    "groups_of_four_from_two_groups",
+                    {**GROUPS, "expert_parallel": 4},
+                    resume="two_groups",
+                ),
             ],
         ),
         (
@@ -118,6 +141,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 job("two_from_four", OWN, resume="four"),
                 job("two_gathered_from_two_by_two", PLAIN, resume="two_by_two"),
+                job("two_from_two_groups", OWN, resume="two_groups"),
                 job(
                     "two_adapter_of_experts_from_four",
                     {**OWN, **OF_EXPERTS},
@@ -134,7 +158,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             1,
             [
                 job("one_from_four", PLAIN, resume="four"),
+                job("one_from_two_groups", PLAIN, resume="two_groups"),
                 job("one_adapter_from_four", ADAPTER, resume="four_adapter"),
+            ],
+        ),
+        (
+            4,
+            [
+                job("two_groups_from_two_by_two", GROUPS, resume="two_by_two"),
+                job(
+                    "two_groups_adapter_of_experts_from_four",
+                    {**GROUPS, **OF_EXPERTS},
+                    resume="four_adapter_of_experts",
+                ),
             ],
         ),
     ]
@@ -166,14 +202,23 @@ def curve(run: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line["metrics"] for line in lines}
 
 
-MANY = ["four", "two_by_two", "four_of_two_rows", "four_replay"]
-RESUMED = ["two_from_four", "two_gathered_from_two_by_two", "one_from_four"]
+MANY = [
+    *("four", "two_by_two", "four_of_two_rows", "four_replay"),
+    *("two_groups", "two_groups_replay", "two_copies_of_two_groups"),
+]
+RESUMED = [
+    *("two_from_four", "two_gathered_from_two_by_two", "one_from_four"),
+    *("two_from_two_groups", "one_from_two_groups", "groups_of_four_from_two_groups"),
+    "two_groups_from_two_by_two",
+]
 ADAPTED = ["four_adapter", "four_adapter_of_experts", "two_by_two_adapter_of_experts"]
 ADAPTED += ["four_narrow", "four_narrow_frozen"]
+ADAPTED += ["two_groups_adapter", "two_groups_adapter_of_experts"]
 ADAPTED_RESUMED = [
     "two_adapter_of_experts_from_four",
     "two_gathered_adapter_of_experts_from_two_by_two",
     "one_adapter_from_four",
+    "two_groups_adapter_of_experts_from_four",
 ]
 COMPARED = ("loss/mean", "loss/rl", "entropy/all/mean", "mismatch_kl/all/mean", "optim/grad_norm")
 
@@ -370,18 +415,19 @@ def test_the_balance_of_ranks_and_minibatches_is_that_of_their_rows_on_one_rank(
 
 
 @pytest.mark.slow
-def test_gradients_summed_in_bfloat16_differ_by_its_rounding(runs: Path) -> None:
+@pytest.mark.parametrize("name", ["rounded", "rounded_groups"])
+def test_gradients_summed_in_bfloat16_differ_by_its_rounding(runs: Path, name: str) -> None:
     """The first loss is of the same weights. Each share and each sum is rounded to 8 bits: the norm
     of many weights is off by far less than one rounding, and not by nothing."""
     exact = curve(runs / "one")[1]
-    rounded = curve(runs / "rounded")[1]
+    rounded = curve(runs / name)[1]
     assert rounded["loss/mean"] == pytest.approx(exact["loss/mean"], rel=1e-5, abs=1e-6)
     # Choices of all ranks: a mean of 1 is equal, and no expert has more than all.
     assert 1 < rounded["router/load/max"] < NUM_EXPERTS
     assert 0 <= rounded["router/load/min"] < 1 < rounded["router/balance"] < NUM_EXPERTS
     error = abs(rounded["optim/grad_norm"] / exact["optim/grad_norm"] - 1)
     assert 1e-6 < error < 2**-8
-    (ours,) = (runs / "rounded/broadcasts/step_3").glob("*.safetensors")
+    (ours,) = (runs / name / "broadcasts/step_3").glob("*.safetensors")
     (theirs,) = (runs / "one/broadcasts/step_3").glob("*.safetensors")
     expected = load_file(theirs)
     start = load_file(runs / "model/model.safetensors")
@@ -407,5 +453,51 @@ def test_ranks_with_different_numbers_of_experts_are_refused_with_those_that_fit
     assert "num_ranks to dp_replicate times one of [1, 2, 4, 8]" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("size", "ranks_of_group"), [(False, 1), (0, 1), (1, 1), (True, 8), (2, 2), (8, 8)]
+)
+def test_a_group_is_of_as_many_ranks_as_the_key_says(size: bool | int, ranks_of_group: int) -> None:
+    config = TrainerConfig(expert_parallel=size, dp_replicate=2, num_ranks=16)
+    assert config.expert_ranks(16) == ranks_of_group
+    assert config.sends_tokens == (ranks_of_group > 1)
+
+
 def test_expert_parallel_is_off_by_default() -> None:
     assert TrainerConfig().expert_parallel is False
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_experts", "said"),
+    [
+        ({"expert_parallel": 3}, 6, r"3, which does not divide the 4 ranks.* one of \[1, 2, 4\]"),
+        ({"expert_parallel": 16}, 64, r"16, which does not divide the 4 ranks"),
+        ({"expert_parallel": 4}, 6, r"4, which does not divide the 6 experts.* one of \[1, 2\]"),
+        ({"expert_parallel": 2}, 6, r"6 experts.* 4 ranks share.* dp_replicate to one of \[4\]"),
+        ({"expert_parallel": 2}, 8, ""),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_with_those_that_do(
+    trainer: dict[str, int], num_experts: int, said: str
+) -> None:
+    """Eight ranks, two copies of the model."""
+    config = TrainerConfig.model_validate({"dp_replicate": 2, **trainer})
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        config.check_layout("m", num_ranks=8, num_heads=4, num_experts=num_experts)
+
+
+def test_a_group_that_does_not_divide_the_ranks_is_refused_where_a_config_has_them() -> None:
+    with pytest.raises(ValidationError, match=r"one of \[1, 2, 4\]"):
+        TrainerConfig(num_ranks=8, dp_replicate=2, expert_parallel=3)
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        TrainerConfig(expert_parallel=-1)
+
+
+def test_an_expert_has_its_place_at_the_rank_of_the_group_that_computes_it() -> None:
+    """Two groups of two ranks. Rank 0 of each computes experts 0, 1, 4 and 5, in this order, and
+    rank 1 the others: ranks 0 to 3 hold two each."""
+    groups = ExpertRanks(
+        num_ranks=2, num_shards=2, travel=None, sharing=None, reduces_in=torch.float32
+    )
+    by_place = [0, 1, 4, 5, 2, 3, 6, 7]
+    places = groups.places(torch.tensor([by_place, by_place[::-1]]), num_experts=8)
+    assert places.tolist() == [[*range(8)], [*reversed(range(8))]]

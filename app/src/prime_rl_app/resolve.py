@@ -332,7 +332,7 @@ def check_layout(config: RunConfig, hooks: Hooks, ranks: int) -> None:
     """The ranks can have equally many attention heads and experts, as far as the model's folder
     says. Raises ``ConfigError``."""
     trainer = config.trainer
-    if trainer.context_parallel == 1 and not trainer.expert_parallel:
+    if trainer.context_parallel == 1 and not trainer.sends_tokens:
         return
 
     path, _ = model_path(config, hooks)

@@ -112,35 +112,53 @@ def test_tokens_travel_instead_of_experts(ranks: int, replicas: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [True, 8])
 @pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": 1}, {"dp_replicate": 4}])
-def test_collectives_of_256_ranks_are_those_of_the_formula(trainer: dict[str, Any]) -> None:
+def test_collectives_of_256_ranks_are_those_of_the_formula(
+    trainer: dict[str, Any], size: bool | int
+) -> None:
     """Of one layer and row: the block's other weights come forward and backward and go once; tokens
-    travel twice forward, twice backward, and twice again if the block is recomputed. A group has
-    256 ranks, or 64 of a copy."""
+    travel twice forward, twice backward, and twice again if the block is recomputed. A copy has 256
+    ranks, or 64. Its ranks are one group; or groups of 8, which gather both weights of their
+    experts in each forward pass, and sum their gradients once."""
     holders = 256 // trainer.get("dp_replicate", 1)
+    group = size if size is not True else holders
+    shards = holders // group
+    passes = 2 if "activation_checkpointing" in trainer else 1
     model = MODEL | {"num_experts": 256}
     number: dict[int, Counter[str]] = {}
-    sizes: dict[str, float] = {}
+    sizes: dict[tuple[str, str], float] = {}
     for layers in (2, 3):
         number[layers] = Counter()
-        request = request_of(256, layers, model=model, expert_parallel=True, **trainer)
+        request = request_of(256, layers, model=model, expert_parallel=size, **trainer)
         for _, name, dtype, _, moved, count in measure.step(request, layers)["costs"]:
             if dtype.startswith("network"):
                 number[layers][name] += count
-                sizes[name] = max(sizes.get(name, 0.0), moved)
+                sizes[name, dtype] = max(sizes.get((name, dtype), 0.0), moved)
 
     number[3].subtract(number[2])
+    of_experts = 2 if shards > 1 else 0
     expected = {
-        "_allgather_base_": 2,
-        "_reduce_scatter_base_": 1,
-        "alltoall_base_": 6 if "activation_checkpointing" in trainer else 4,
+        "_allgather_base_": 2 + of_experts * passes,
+        "_reduce_scatter_base_": 1 + of_experts,
+        "alltoall_base_": 2 + 2 * passes,
         # Copies are summed once per step: the block's unit, and two weights of experts.
         "allreduce_": 3 if holders < 256 else 0,
     }
     assert {name: number[3][name] for name in expected} == expected
     assert sum(number[3].values()) == sum(expected.values())
     rows = TOKENS * MODEL["num_experts_per_tok"]
-    assert sizes["alltoall_base_"] == rows * HIDDEN * HALF
+    assert sizes["alltoall_base_", f"network/{SENT}/{group}/{group}"] == rows * HIDDEN * HALF
+    assert {dtype for name, dtype in sizes if name == "alltoall_base_"} == {
+        f"network/{SENT}/{group}/{group}"
+    }
+    if shards == 1:
+        return
+    # The larger weight of a rank's experts: gate and up. Every eighth rank has a part of it.
+    gate_and_up = 256 // group * 2 * HIDDEN * MODEL["moe_intermediate_size"]
+    sharing = f"network/{SENT}/{shards}/{holders - group + 1}"
+    assert sizes["_allgather_base_", sharing] == gate_and_up * HALF
+    assert sizes["_reduce_scatter_base_", sharing] == gate_and_up * FULL
 
 
 @pytest.mark.slow
@@ -226,6 +244,7 @@ def test_each_epoch_computes_all_rows_and_gathers_for_them() -> None:
     ("trainer", "model", "said"),
     [
         ({"expert_parallel": True, "num_ranks": 6}, {}, r"dp_replicate to one of \[3, 6\]"),
+        ({"expert_parallel": 2, "num_ranks": 12}, {}, r"dp_replicate to one of \[3, 6\]"),
         ({"expert_parallel": True, "num_ranks": 8}, {"num_experts": 0}, "has no experts"),
         ({"context_parallel": 8, "num_ranks": 8}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),
         ({"context_parallel": 3, "num_ranks": 6}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),

@@ -130,7 +130,8 @@ class Kernel(Offer):
 
     computes_tokens_of_others: ClassVar[bool] = False
     """It computes a mixture whose weights are ``DTensor`` in shards of whole experts: it sends each
-    token to the ranks of its experts, and the results back (``trainer.expert_parallel``)."""
+    token to the ranks of its experts, and the results back (``trainer.expert_parallel``,
+    by ``prime_rl.trainer.token_exchange``)."""
 
     block_logits: int | None = None
     """For a kernel that computes logits in blocks: how many at once. None: the best number for the

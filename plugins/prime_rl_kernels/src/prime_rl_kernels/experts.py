@@ -4,7 +4,7 @@ transformers computes all experts of a layer by ``grouped_mm``, which is not on 
 casts its input to the weight's dtype: float32. Inside autocast our version hands it the weights
 rounded, as autocast does for linear layers; gradients arrive in the weights' own dtype.
 
-Where the experts stay on their ranks (``trainer.expert_parallel``), tokens travel to them
+With ``trainer.expert_parallel`` tokens travel to the ranks of their experts
 (``prime_rl.trainer.token_exchange``).
 
 Shapes: T = tokens of this rank, k = experts per token, D = hidden size, R = rows that this rank
@@ -21,24 +21,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from prime_rl.trainer.token_exchange import local, of_no_row, over_ranks
+from prime_rl.trainer.expert_ranks import Here
+from prime_rl.trainer.token_exchange import over_ranks
 
 
-class _Weights:
-    """The experts of a layer that lie here, with parameters in ``dtype`` (None: their own)."""
+class _Rounded:
+    """The experts of a layer with parameters in ``dtype``."""
 
-    num_experts: int
-
-    def __init__(self, experts: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         self._experts = experts
         self._dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._experts, name)
-        if isinstance(attribute, Tensor):
-            attribute = local(attribute)
         rounds = isinstance(attribute, Tensor) and attribute.is_floating_point()
-        return attribute.to(self._dtype) if rounds and self._dtype is not None else attribute
+        return attribute.to(self._dtype) if rounds else attribute
+
+
+class _Part:
+    """Those of a layer that this rank computes."""
+
+    def __init__(self, experts: nn.Module, here: Here) -> None:
+        self._experts = experts
+        self._here = here
+        self.num_experts = len(here.all[0])
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._experts, name)
+        return self._here(attribute) if isinstance(attribute, nn.Parameter) else attribute
 
 
 def grouped_mm(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -50,24 +60,28 @@ def grouped_mm(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
         dtype = torch.get_autocast_dtype(kind)
         hidden = hidden.to(dtype)
 
-    first = next(experts.parameters(recurse=False), None)
-    here = experts if dtype is None else _Weights(experts, dtype)
-    if isinstance(first, DTensor):
-        here = _Weights(experts, dtype)
-        here.num_experts = len(first.to_local())
-        return over_ranks(partial(_computed, here), first, hidden, chosen=chosen, weights=weights)
+    own = [*experts.parameters(recurse=False)]
+    if own and isinstance(own[0], DTensor):
+        return over_ranks(
+            partial(_of_rows, experts),
+            own,
+            hidden,
+            chosen=chosen,
+            weights=weights,
+            num_experts=experts.num_experts,
+            dtype=dtype,
+        )
 
+    here = experts if dtype is None else _Rounded(experts, dtype)
     output: Tensor = grouped_mm_experts_forward(here, hidden, chosen, weights)
     return output
 
 
-def _computed(here: Any, rows: Tensor, expert_ids: Tensor) -> Tensor:
+def _of_rows(experts: nn.Module, here: Here, rows: Tensor, expert_ids: Tensor) -> Tensor:
     """[R, D] rows [R, D], each by one expert."""
-    if not len(rows):
-        return of_no_row(rows, here._experts.parameters(recurse=False))
-
     ones = rows.new_ones(len(rows), 1)
-    output: Tensor = grouped_mm_experts_forward(here, rows, expert_ids[:, None], ones)
+    part = _Part(experts, here)
+    output: Tensor = grouped_mm_experts_forward(part, rows, expert_ids[:, None], ones)
     return output
 
 

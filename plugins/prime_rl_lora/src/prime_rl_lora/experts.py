@@ -6,8 +6,8 @@ token meets the halves of its own experts:
 
     y = W_e x + scaling * B_e (A_e x)
 
-in grouped products over the tokens sorted by expert. Where the experts stay on their ranks, so do
-their halves (``trainer.expert_parallel``). Names and shapes in files are PEFT's.
+in grouped products over the tokens sorted by expert. With ``trainer.expert_parallel`` tokens travel
+to the ranks of their experts, which have the halves too. Names and shapes in files are PEFT's.
 
 Shapes: E = experts of this rank, I = inputs, O = outputs, r = rank, T = tokens, k = experts of a
 token, S = tokens of all experts. The halves are A [E * r, I] and B [E, O, r]: rows of one expert
@@ -16,7 +16,7 @@ after the other, which ranks can share. In files B is [O, r * E], the experts in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -28,10 +28,12 @@ from transformers import PreTrainedModel
 # It takes the product by another kernel where torch lacks the grouped one.
 from transformers.integrations.moe import _grouped_linear
 
-from prime_rl.trainer.token_exchange import local, of_no_row, over_ranks
+from prime_rl.trainer.token_exchange import over_ranks
 from prime_rl.weights.tensors import pieces_of
 from prime_rl_engine_kit.adapter import StackLayout
 
+Here = Callable[[Tensor], Tensor]
+"""Of a weight of all experts: that of the experts which this rank computes."""
 ALIGNED = 8
 """Grouped products read rows of 16 bytes: the rank, in bfloat16, is padded to a multiple of it."""
 
@@ -153,44 +155,48 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
         experts = self.get_base_layer()
         first = getattr(experts, projections(experts)[0])
         if isinstance(first, DTensor):
-            rounded = hidden_states.to(_autocast_dtype(hidden_states) or hidden_states.dtype)
+            dtype = _autocast_dtype(hidden_states)
             output = over_ranks(
-                self._of_rows, first, rounded, chosen=top_k_index, weights=top_k_weights
+                self._of_rows,
+                [*self.parameters()],
+                hidden_states.to(dtype or hidden_states.dtype),
+                chosen=top_k_index,
+                weights=top_k_weights,
+                num_experts=experts.num_experts,
+                dtype=dtype,
             )
             return output.to(hidden_states.dtype)
 
         num_tokens, k = top_k_index.shape
-        output = self._of_experts(hidden_states, top_k_index.reshape(-1), k)
+        output = self._of_experts(_all_experts, hidden_states, top_k_index.reshape(-1), k)
         output = output.view(num_tokens, k, -1) * top_k_weights[..., None]
         return output.sum(1).to(hidden_states.dtype)
 
-    def _of_rows(self, rows: Tensor, expert_ids: Tensor) -> Tensor:
+    def _of_rows(self, here: Here, rows: Tensor, expert_ids: Tensor) -> Tensor:
         """[S, I] the results of rows [S, I] by experts [S]."""
-        if not len(rows):
-            return of_no_row(rows, self.parameters())
-        return self._of_experts(rows, expert_ids, 1)
+        return self._of_experts(here, rows, expert_ids, k=1)
 
-    def _of_experts(self, hidden: Tensor, expert_ids: Tensor, k: int) -> Tensor:
+    def _of_experts(self, here: Here, hidden: Tensor, expert_ids: Tensor, k: int) -> Tensor:
         """[S, I] the results of hidden states [S / k, I] by experts [S], k for each."""
         experts = self.get_base_layer()
         first, last = projections(experts)
-        num_experts = len(local(getattr(experts, first)))
+        num_experts = len(here(getattr(experts, first)))
         ids, order = expert_ids.sort()
         ends = torch.arange(1, num_experts + 1, device=ids.device)
         offsets = torch.searchsorted(ids, ends, out_int32=True)  # by expert: where its tokens end
-        hidden = self._product(first, hidden[order // k], offsets=offsets, ids=ids)
+        hidden = self._product(here, first, hidden[order // k], offsets=offsets, ids=ids)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = self._product(last, hidden, offsets=offsets, ids=ids)
+        out = self._product(here, last, hidden, offsets=offsets, ids=ids)
 
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return out[back]
 
-    def _product(self, name: str, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    def _product(self, here: Here, name: str, x: Tensor, *, offsets: Tensor, ids: Tensor) -> Tensor:
         """[S, O] of the sorted rows ``x`` [S, I], whose experts are ``ids`` [S]."""
         experts = self.get_base_layer()
-        weight = local(getattr(experts, name))
-        bias = local(getattr(experts, f"{name}_bias"))[ids] if experts.has_bias else None
+        weight = here(getattr(experts, name))
+        bias = here(getattr(experts, f"{name}_bias"))[ids] if experts.has_bias else None
         # Grouped products are not on autocast's lists.
         dtype = _autocast_dtype(x) or weight.dtype
         x = x.to(dtype)
@@ -198,7 +204,7 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
         y: Tensor = _grouped_linear(x, weight, offsets, bias, experts.is_transposed)
         for wrapper in wrappers(self):
             if wrapper.parameter_name == name:
-                a, b = (each.to(dtype) for each in halves(wrapper))
+                a, b = (each.to(dtype) for each in halves(wrapper, here))
                 low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
                 y = y + wrapper.scaling[wrapper.active_adapter[0]] * low
 
@@ -210,12 +216,16 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def halves(wrapper: ParamWrapper) -> tuple[Tensor, Tensor]:
+def _all_experts(weight: Tensor) -> Tensor:
+    return weight
+
+
+def halves(wrapper: ParamWrapper, here: Here = _all_experts) -> tuple[Tensor, Tensor]:
     """A [E, r, I] and B [E, O, r] of a wrapper's parameter, with r padded by zeros."""
     name = wrapper.active_adapter[0]
     rank = wrapper.r[name]
-    a = local(wrapper.lora_A[name].weight)
-    b = local(wrapper.lora_B[name].weight)
+    a = here(wrapper.lora_A[name].weight)
+    b = here(wrapper.lora_B[name].weight)
     a = a.view(len(b), rank, -1)
     rest = -rank % ALIGNED
     if rest:

@@ -44,10 +44,10 @@ def _first(policy: Any, packings: Any, device: torch.device, half: bool) -> None
 
 
 def _balanced(
-    expert_ids: Tensor, num_ranks: int, num_here: int, group: Any
+    places: Tensor, num_ranks: int, num_here: int, group: Any
 ) -> tuple[Tensor, list[int], list[int]]:
     """As the trainer's ``exchange_counts``, if every expert is chosen equally often."""
-    first, rest = divmod(len(expert_ids), num_ranks)
+    first, rest = divmod(len(places), num_ranks)
     sizes = [first + (number < rest) for number in range(num_ranks)]
     return torch.zeros(num_ranks * num_here, dtype=torch.int64), sizes, sizes
 
