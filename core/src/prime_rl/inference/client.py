@@ -147,9 +147,15 @@ class EngineClient:
             trust_env=not is_loopback(url),  # a proxy cannot reach this loopback
         )
 
-    async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
-        """One attempt. Raises the errors above."""
-        limits = httpx.Timeout(timeout, connect=min(timing.CONNECT_SECONDS, timeout))
+    async def request(
+        self, method: str, route: str, timeout: float | None, **body: Any
+    ) -> httpx.Response:
+        """One attempt. ``timeout``: seconds for the answer; None: no limit. Raises the errors
+        above."""
+        connect = timing.CONNECT_SECONDS
+        if timeout is not None:
+            connect = min(connect, timeout)
+        limits = httpx.Timeout(timeout, connect=connect)
         try:
             answer = await self._http.request(method, route, timeout=limits, **body)
         except httpx.TransportError as error:
