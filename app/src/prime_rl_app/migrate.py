@@ -65,6 +65,21 @@ class Left(NamedTuple):
     why: str = ""
 
 
+NO_VALUE = Left("no value, as by default")
+
+
+def is_null(value: Any) -> bool:
+    """Whether it is YAML's ``null``, or the text that upstream writes for it in TOML."""
+    return value is None or value == "None"
+
+
+def _has_null(value: Any) -> bool:
+    """Whether a list, or a table in it, has a null."""
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    return any(map(_has_null, value)) if isinstance(value, list) else is_null(value)
+
+
 Several = dict[str, Any]
 """Values of several keys of ours."""
 
@@ -84,11 +99,11 @@ def _each_block(value: Any) -> Any:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if is_number:
         return value
-    return 0 if value in (False, "None", None) else 1
+    return 0 if value is False or is_null(value) else 1
 
 
 def _switch(value: Any) -> Any:
-    return value not in (False, "None", None)
+    return not (value is False or is_null(value))
 
 
 def _clipped(value: Any) -> Any:
@@ -518,8 +533,8 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             carried.append((match, path, value))
         elif not is_ours(path):
             result.unknown.append(_assigned(path, value))
-        elif value == "None":
-            result.left_out.append(f"{_assigned(path, value)}: no value, as by default")
+        elif _has_null(value):
+            result.left_out.append(f"{_assigned(path, value)}: {_why_null(value).why}")
         elif is_table(path) and not isinstance(value, dict):
             result.unknown.append(_assigned(path, value))
         else:
@@ -649,15 +664,15 @@ def leaf_paths(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     """Write one foreign value where it belongs here, or say why not."""
-    if path[0] == "slurm":
+    if path[0] == "slurm" and not is_null(value):
         result.slurm = {**(result.slurm or {}), str(path[-1]): value}
     if match.path is None:
         result.left_out.append(f"{_assigned(path, value)}: {match.note}")
         return
 
-    converted = VALUES.get(match.pattern, lambda same: same)(value)
-    if converted == "None":
-        converted = Left("no value, as by default")
+    convert = VALUES.get(match.pattern, lambda same: same)
+    means_off = is_null(value) and convert in (_switch, _each_block)
+    converted = _why_null(value) if _has_null(value) and not means_off else convert(value)
     if isinstance(converted, Left):
         why = converted.why or f"here {match.ours}" + (f", {match.note}" if match.note else "")
         result.left_out.append(f"{_assigned(path, value)}: {why}")
@@ -670,11 +685,17 @@ def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
         _set(result, target, match=match, path=path, value=each, shown=value)
 
 
+def _why_null(value: Any) -> Left:
+    return NO_VALUE if is_null(value) else Left("TOML has no null, and so no list with one")
+
+
 def _carry_variable(result: Migration, path: Path, value: Any) -> None:
     """An environment variable, unless it is a secret or the run sets it."""
     name = str(path[-1])
     if isinstance(value, dict | list):
         result.unknown.append(_assigned(path, value))
+    elif is_null(value):
+        result.left_out.append(f"{_assigned(path, value)}: {NO_VALUE.why}")
     elif SECRET.fullmatch(name):
         result.env_vars[name] = None
         result.left_out.append(f"{'.'.join(map(str, path))}: a secret; export it in the shell")
@@ -1056,7 +1077,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
     if value is None:
-        return '"None"'
+        return "null"  # of comments: no value of a migrated table is null
     return str(value)
 
 
