@@ -331,7 +331,7 @@ class Gateway(Source):
     # -- time -------------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """Seconds since the epoch at the run's first start. They pass only while a gateway of the run
+        """Seconds, at the run's first start those since the epoch. They pass only while its gateway
         serves: agents are not silent while it is away, or while the machine sleeps."""
         return self._began + time.monotonic()
 
