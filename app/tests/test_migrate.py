@@ -869,3 +869,61 @@ def test_a_null_switches_off_what_upstream_has_on():
     off = {"trainer": {"model": {"compile": "None", "ac": None}}}
     made = migrate(off).table["trainer"]
     assert made == {"compile": False, "activation_checkpointing": 0}
+
+
+OF_A_TRAINER = """
+max_steps = 500
+[model]
+name = "a/b"
+attn = "flash_attention_2"
+cp = 2
+seq_len = 4096
+[model.lora]
+rank = 8
+[model.ac]
+[model.compile]
+[model.moe.dispatch]
+type = "torch"
+"""
+
+
+@pytest.mark.parametrize("more", ["", "[optim]\nlr = 1e-5\n", "dist_timeout_seconds = 5\n"])
+def test_a_config_of_the_trainer_alone_has_the_trainers_model(more):
+    made = migrate({**tomllib.loads(OF_A_TRAINER), **tomllib.loads(more)})
+    trainer = made.table["trainer"]
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    optim = trainer.pop("optim", None)
+    assert optim == ({"lr": 1e-5} if "optim" in more else None)
+    assert trainer == {
+        "context_parallel": 2,
+        "micro_batch_tokens": 4096,
+        "lora": {"rank": 8},
+        "activation_checkpointing": 1,
+        "compile": True,
+    }
+    left = "\n".join(made.left_out)
+    assert "trainer.model.attn = " in left and "trainer.model.moe.dispatch.type = " in left
+
+
+def test_keys_of_the_trainers_model_are_known_in_the_model_of_a_run():
+    table = tomllib.loads(OF_A_TRAINER + "[trainer.optim]\nlr = 1e-5\n")
+    del table["model"]["moe"]
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["trainer"]["lora"] == {"rank": 8}
+    assert made.table["trainer"]["context_parallel"] == 2
+
+
+def test_a_config_of_engines_alone_has_their_model():
+    table = {
+        "gpu_memory_utilization": 0.8,
+        "model": {"name": "a/b", "enforce_eager": True, "max_model_len": 4096},
+        "server": {"port": 8001},
+        "parallel": {"tp": 2},
+        "deployment": {"type": "single_node"},
+    }
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    vllm = {"gpu_memory_utilization": 0.8, "enforce_eager": True, "tensor_parallel_size": 2}
+    engine = {"engine": "vllm", "port": 8001, "max_model_len": 4096}
+    assert made.table["inference"] == {**engine, "vllm": vllm}
