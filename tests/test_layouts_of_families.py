@@ -99,7 +99,7 @@ def drawn(number: int) -> Draw:
         of_experts = number // len(MIXTURES) % 2 == 1
         rank = rng.choice([2, 3, 8])
         trainer["lora"] = {"rank": rank, "alpha": 6, "experts": of_experts}
-        trainer["expert_parallel"] = True
+        trainer["expert_parallel"] = rng.choice([True, 2])
         trainer["balance_bias"] = 0.0  # refused: adapters have none
         # The refusals of the other draws.
         if family.name in WITH_BIASES:

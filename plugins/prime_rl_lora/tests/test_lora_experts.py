@@ -245,6 +245,19 @@ def test_a_model_without_such_experts_is_refused(model_dir: Path) -> None:
         adapted(model_dir)
 
 
+@pytest.mark.parametrize("saved", ["mlp", "experts"])
+def test_experts_that_train_whole_are_refused_where_a_folder_has_each_of_them(
+    tmp_path: Path, saved: str
+) -> None:
+    """Qwen3-MoE's folder has a tensor per matrix and expert, GPT-OSS's has the stacks."""
+    FAMILIES["Qwen3-MoE"].write(tmp_path / "apart")
+    with pytest.raises(ConfigError, match=rf"modules_to_save: '{saved}' has .*in parts"):
+        adapted(tmp_path / "apart", experts=False, modules_to_save=[saved])
+    adapted(tmp_path / "apart", experts=False, modules_to_save=["mlp.gate"])
+    FAMILIES["GPT-OSS"].write(tmp_path / "stacked")
+    adapted(tmp_path / "stacked", experts=False, modules_to_save=[saved])
+
+
 def drop(metadata: dict[str, str]) -> None:
     del metadata[STACKS]
 

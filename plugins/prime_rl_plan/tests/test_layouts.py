@@ -69,7 +69,12 @@ def measured(ranks: int, layers: int, **trainer: Any) -> dict[str, Any]:
 
 def of_a_layer(ranks: int, **trainer: Any) -> dict[str, float]:
     """Bytes that one more layer moves over the network."""
-    two, three = (measured(ranks, layers, **trainer)["costs"] for layers in (2, 3))
+    two, three = (measured(ranks, layers, **trainer) for layers in (2, 3))
+    return over_the_network(two["costs"], three["costs"])
+
+
+def over_the_network(two: dict[str, float], three: dict[str, float]) -> dict[str, float]:
+    """By how much the costs of three layers are more."""
     return {
         key: three[key] - two.get(key, 0.0)
         for key in three
@@ -109,6 +114,45 @@ def test_tokens_travel_instead_of_experts(ranks: int, replicas: int) -> None:
     assert halved[between] == gathered[between] / 2
     shared = f"rows_network/{SHARED}/{group}"
     assert halved[shared] == (ATTENTION + ROUTER) * 3 * HALF
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_adapters_lie_beside_experts_that_are_frozen_on_their_ranks(of_experts: bool) -> None:
+    """Of one layer. A block gathers frozen weights twice and sums no gradient of them; A and B of
+    attention it gathers twice, in bfloat16, and sums once. Experts and their A and B do not
+    travel. A rank holds as much as where all is gathered before a block runs: a quarter of the
+    frozen weights in bfloat16, and of A and B, their gradients and moments in float32."""
+    ranks, rank = 4, 4
+    lora = {"rank": rank, "experts": of_experts}
+    outputs = (64, 32, 32, HIDDEN)
+    linear = sum(rank * (HIDDEN + output) for output in outputs)
+    width = MODEL["moe_intermediate_size"]
+    per_expert = rank * ((HIDDEN + 2 * width) + (width + HIDDEN)) if of_experts else 0
+    of_stacks = MODEL["num_experts"] * per_expert
+
+    group = f"rows_network/{SHARED}/{ranks}/{ranks}"
+    two, three = (measured(ranks, layers, lora=lora) for layers in (2, 3))
+    gathered = over_the_network(two["costs"], three["costs"])
+    whole = (ATTENTION + ROUTER + EXPERTS) * 2 * HALF
+    assert gathered[group] == whole + (linear + of_stacks) * (2 * HALF + FULL)
+    fewer, more = (measured(ranks, layers, lora=lora, expert_parallel=True) for layers in (2, 3))
+    own = over_the_network(fewer["costs"], more["costs"])
+    assert own[group] == (ATTENTION + ROUTER) * 2 * HALF + linear * (2 * HALF + FULL)
+    rows = TOKENS * MODEL["num_experts_per_tok"] * HIDDEN
+    assert own[f"rows_network/{SENT}/{ranks}/{ranks}"] == 4 * rows * HALF
+
+    assert more["trained"] == more["published"] == 3 * (linear + of_stacks)
+    held = [each["peaks"]["update"] for each in (fewer, more)]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert held[1][kind] == three["peaks"]["update"][kind]
+    # A GPU gives each tensor a multiple of 512 bytes.
+    frozen = (ATTENTION + ROUTER + EXPERTS) * HALF / ranks
+    trained = (linear + of_stacks) * FULL / ranks
+    of_layer = {kind: held[1][kind] - held[0][kind] for kind in held[1]}
+    assert frozen + trained <= of_layer["weights"] <= frozen + trained + 24 * 512
+    assert trained <= of_layer["gradients"] <= trained + 12 * 512
+    assert 2 * trained <= of_layer["optimizer"] <= 2 * trained + 36 * 512
 
 
 @pytest.mark.slow

@@ -23,9 +23,18 @@ from prime_rl import ConfigError
 from prime_rl_app.cli.app import app
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import places
-from prime_rl_plan.devices import GIB, HOST, ON_HOST, parse
+from prime_rl_plan.devices import GIB, HOST, NETWORK, ON_HOST, parse
 from prime_rl_plan.estimate import Plan, estimate
-from prime_rl_plan.suggest import Suggestion, divisors, layouts, suggest, toml_lines
+from prime_rl_plan.suggest import (
+    EXPERTS,
+    Suggestion,
+    divisors,
+    expert_groups,
+    faster_network,
+    layouts,
+    suggest,
+    toml_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "configs/recipes/qwen3_8b_32k.toml"
@@ -153,6 +162,44 @@ def test_copies_of_the_model_where_the_network_limits(
     copies = dict(best.changes)["trainer.dp_replicate"]
     assert copies == "8" and "8 copies of the model: less to gather" in best.reason
     assert best.plan.seconds["train"] == pytest.approx(32 * 5e13 / 8 * 7 / 8 / 900e9 + update)
+
+
+MIXTURE = ROOT / "configs/recipes/qwen3_30b_a3b_32k.toml"
+
+
+def test_tokens_stay_on_a_machine_where_experts_of_two_machines_limit_the_trainer(
+    known_costs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen ranks gather all experts over the network, or send it their tokens; groups of eight
+    gather an eighth. Two copies of the model take twice the memory."""
+
+    def of_group(config: Any, *given: Any, ranks: int, **named: Any) -> dict[str, Any]:
+        answer = costs(config, *given, ranks=ranks, **named)
+        group = config.trainer.expert_ranks(ranks)
+        gathered = 2e14 / group if group < ranks else 0.0
+        answer["costs"]["rows_network/shared/16/16"] = gathered
+        answer["costs"][f"rows_network/sent/{group}/{group}"] = 1e14 if group > 1 else 0.0
+        state = 16 * 30e9 / (ranks // config.trainer.dp_replicate)
+        for peak in answer["peaks"].values():
+            peak["total"] += state
+        return answer
+
+    monkeypatch.setattr(sys.modules[__name__], "FILES", (MIXTURE,))
+    monkeypatch.setattr(estimates, "measure", of_group)
+    plan = planned("4x8xH100-80")
+    assert expert_groups(plan, 16, 2) == [(EXPERTS, "8"), (EXPERTS, "true")]
+    assert expert_groups(plan, 8, 1) == [(EXPERTS, "true")]
+    assert expert_groups(plan, 12, 2) == []  # 128 experts
+
+    def again(changes: Sequence[tuple[str, str]]) -> Plan:
+        return planned("4x8xH100-80", [f"--{key}={value}" for key, value in changes])
+
+    faster, changes = faster_network(plan, {}, again)
+    assert changes == {EXPERTS: "8"}
+    rows = 32
+    tokens = rows * 1e14 * 7 / 8 / 450e9
+    experts = rows * 2e14 / 8 * 15 / 16 / NETWORK
+    assert faster.seconds["train"] == pytest.approx(experts + tokens + 0.1)
 
 
 @settings(

@@ -32,6 +32,7 @@ from prime_rl.env.loading import (
     fixed_seats,
     import_verifiers,
     load_environment,
+    most_episodes,
     on_overlong,
 )
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, vocab_size_of, warm_renderer
@@ -211,6 +212,8 @@ class Environment:
 
         self.agents = agents_of(self._env.config, settings.untrained)
         """The seats of the env that the policy plays and that train, by name."""
+        self.max_episodes = most_episodes(self._env.config)
+        """Episodes at once in one process; others wait. None: any number."""
         self.fixed_seats = fixed_seats(self._env.config)
         """Seats that a model of their own plays."""
         where = f"env {settings.label!r}"
@@ -221,6 +224,7 @@ class Environment:
         if self.examples.count == 0:
             raise ConfigError(f"{where}: the taskset has no examples; check its args")
 
+        self._slots: asyncio.Semaphore | None = None
         self._stack = AsyncExitStack()
         self._clients: dict[ModelEndpoint, Any] = {}
 
@@ -235,6 +239,8 @@ class Environment:
         if path is not None:
             await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
 
+        if self.max_episodes is not None:
+            self._slots = asyncio.Semaphore(self.max_episodes)
         with contained():
             await self._stack.enter_async_context(self._env.serving())
         return self
@@ -307,7 +313,8 @@ class Environment:
 
     async def _episode(self, example: Example, context: ModelContext) -> Episode:
         (slot,) = self._env.slots(example.task, 1)
-        return await self._env.run_slot(slot, context)
+        # verifiers waits for a slot before the episode begins: its timeout has not begun either.
+        return await self._env.run_slot(slot, context, self._slots)
 
     def take_metrics(self) -> Mapping[str, float]:
         return {}

@@ -324,6 +324,14 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     return env
 
 
+def most_episodes(config: Any) -> int | None:
+    """Episodes of an env that may be played at once in one process: the fewest that the config of
+    one of its harnesses names as ``max_episodes``. None: any number."""
+    harnesses = config.agent_harnesses().values()
+    limits = [getattr(each, "max_episodes", None) for each in harnesses]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any) -> str:
     """One fault, under the key that our TOML has: verifiers' ``taskset`` table is our ``args``."""
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type

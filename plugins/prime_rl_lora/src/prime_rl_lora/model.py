@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl import ConfigError, WeightsError
+from prime_rl.weights.tensors import pieces_of
 from prime_rl_engine_kit.adapter import PREFIX, check_base, read_adapter
 from prime_rl_engine_kit.model_files import ModelFiles
 
@@ -156,14 +157,29 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], saved: Sequen
 def _check_saved(model: PreTrainedModel, saved: Sequence[str]) -> None:
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
     for end in saved:
-        modules = [m for n, m in model.named_modules() if _matches(n, [end])]
+        modules = {n: m for n, m in model.named_modules() if _matches(n, [end])}
         if not modules:
             raise ConfigError(f"trainer.lora.modules_to_save: no module's name ends with {end!r}")
-        if model.config.tie_word_embeddings and any(m in tied for m in modules):
+        if model.config.tie_word_embeddings and any(m in tied for m in modules.values()):
             raise ConfigError(
                 f"trainer.lora.modules_to_save: {end!r} is tied to another matrix of this model "
                 "(tie_word_embeddings), which would not follow. Leave it out."
             )
+
+        weights = {
+            f"{name}.{inner}": weight
+            for name, module in modules.items()
+            for inner, weight in module.named_parameters()
+        }
+        # An adapter is published by the model's names, and engines look for those of its folder.
+        for piece in pieces_of(model, weights):
+            if piece.name != piece.source:
+                raise ConfigError(
+                    f"trainer.lora.modules_to_save: {end!r} has {piece.source!r}, which a folder "
+                    f"of this model has in parts ({piece.name!r} and others), so engines could not "
+                    "load it. Name modules without experts; trainer.lora.experts = true trains an "
+                    "adapter on each expert."
+                )
 
 
 def _matches(name: str, ends: Sequence[str]) -> bool:
