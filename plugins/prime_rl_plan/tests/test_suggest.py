@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,20 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl_app.cli.app import app
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import places
 from prime_rl_plan.devices import GIB, HOST, ON_HOST, parse
 from prime_rl_plan.estimate import Plan, estimate
-from prime_rl_plan.suggest import Suggestion, divisors, layouts, suggest, toml_lines
+from prime_rl_plan.suggest import (
+    Suggestion,
+    can_spread_experts,
+    divisors,
+    layouts,
+    suggest,
+    toml_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "configs/recipes/qwen3_8b_32k.toml"
@@ -276,3 +285,26 @@ def test_several_machines_need_a_launcher_that_uses_them(known_costs: None, tmp_
         for tables in (tomllib.loads(each["toml"]) for each in found)
     }
     assert len(divisions) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_experts", "ranks", "expected"),
+    [
+        ({}, 128, 8, True),
+        ({"lora": {"rank": 4}}, 128, 8, True),
+        ({"lora": {"rank": 4, "experts": True}}, 128, 8, True),
+        ({"expert_parallel": True}, 128, 8, False),  # they do already
+        ({"compile": True}, 128, 8, False),
+        ({}, 0, 8, False),
+        ({}, 128, 6, False),
+        ({"dp_replicate": 3}, 128, 6, True),
+    ],
+)
+def test_experts_are_proposed_to_stay_on_their_ranks_where_a_run_allows_it(
+    trainer: dict[str, Any], num_experts: int, ranks: int, expected: bool
+) -> None:
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=TrainerConfig.model_validate(trainer)),
+        facts=SimpleNamespace(table={"num_experts": num_experts}),
+    )
+    assert can_spread_experts(plan, ranks) is expected
