@@ -7,7 +7,9 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -52,7 +54,7 @@ def test_tokens_and_logprobs_are_those_of_one_engine(
 ) -> None:
     """Prompts of one token, of a block of 128 and around it, and of several."""
     lengths = (1, 2, 127, 128, 129, 300, 400)
-    sampling = {"max_tokens": 40, "temperature": 1.0}
+    sampling: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0}
 
     def answers(engine: EngineSubject) -> list[tuple[list[int], list[float]]]:
         bodies = [engine.body(letters(n, n), seed=n, **sampling) for n in lengths]
@@ -72,7 +74,7 @@ def test_tokens_and_logprobs_are_those_of_one_engine(
     "sampling", [{"n": 2}, {"prompt_logprobs": 0}], ids=["choices", "prompt logprobs"]
 )
 def test_what_needs_more_of_a_prompt_than_its_kv_is_computed_where_it_is_sampled(
-    split: EngineSubject, sampling: dict[str, int]
+    split: EngineSubject, sampling: dict[str, Any]
 ) -> None:
     before = split.metric(PULLED)
     split.reply(letters(200, 31), max_tokens=2, **sampling)
@@ -146,12 +148,10 @@ def test_clients_that_leave_take_no_memory_with_them(split: EngineSubject) -> No
     def leave(seed: int) -> None:
         body = split.body(letters(400, 1000 + seed), max_tokens=100, seed=seed)
         patience = 0.002 * (seed % 40)
-        try:
+        with suppress(httpx.TransportError):
             split.http.post(
                 "/inference/v1/generate", json=body, headers=split.headers(), timeout=patience
             )
-        except httpx.TransportError:
-            pass
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(leave, range(600)))

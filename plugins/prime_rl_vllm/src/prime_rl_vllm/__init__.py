@@ -31,7 +31,7 @@ from prime_rl_vllm.arguments import (
     coarse_parts,
     num_gpus,
 )
-from prime_rl_vllm.interpreter import check_interpreter
+from prime_rl_vllm.interpreter import check_interpreter, check_nixl
 
 
 class VllmConfig(PluginConfig):
@@ -39,6 +39,7 @@ class VllmConfig(PluginConfig):
 
     ``gpu_memory_utilization = 0.8``, ``enforce_eager = true``, ``compilation_config = { level = 0
     }``. vLLM checks names and values when the server starts. Keys that prime-rl sets are refused.
+    ``prefill_engines`` is a key of ours: further engines of each replica compute the prompts.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
@@ -77,7 +78,9 @@ class Vllm(Engine):
         check_policy(arguments)
         for note in coarse_parts(arguments):
             warnings.warn(f"inference.vllm.{note}", ConfigWarning, stacklevel=2)
-        check_interpreter(python, prefills=bool(self._prefill_engines))
+        check_interpreter(python)
+        if self._prefill_engines:
+            check_nixl(python)
 
     @property
     def _prefill_engines(self) -> int:

@@ -32,12 +32,9 @@ print(json.dumps(found))
 """
 
 
-def check_interpreter(python: Path | None, *, prefills: bool = False) -> None:
-    """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package; if it ``prefills``,
-    also if it lacks NIXL. None: this one."""
-    where = (
-        f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
-    )
+def check_interpreter(python: Path | None) -> None:
+    """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package. None: this one."""
+    where = _named(python)
     versions = _installed(python or Path(sys.executable), where)
     ours = version(DISTRIBUTION)
     if not any(name in versions for name in VLLM):
@@ -50,14 +47,25 @@ def check_interpreter(python: Path | None, *, prefills: bool = False) -> None:
             f"{ours}: install {ours} there."
         )
 
-    if prefills and NIXL not in versions:
+    name = next(name for name in VLLM if name in versions)
+    check_version(name, versions[name], where)
+
+
+def check_nixl(python: Path | None) -> None:
+    """Raises ``ConfigError`` if an interpreter lacks NIXL. None: this one."""
+    where = _named(python)
+    if NIXL not in _installed(python or Path(sys.executable), where):
         raise ConfigError(
-            f"inference.vllm.prefill_engines: keys and values go from one engine to another by "
+            "inference.vllm.prefill_engines: keys and values go from one engine to another by "
             f"NIXL, and {where} has no {NIXL}: pip install {NIXL} there."
         )
 
-    name = next(name for name in VLLM if name in versions)
-    check_version(name, versions[name], where)
+
+def _named(python: Path | None) -> str:
+    """The interpreter and the key that chooses it."""
+    if python is not None:
+        return f"inference.python: {python}"
+    return f"inference.engine: 'vllm': {sys.executable}"
 
 
 def check_version(name: str, found: str, where: str) -> None:

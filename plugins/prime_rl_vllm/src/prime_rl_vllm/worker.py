@@ -119,7 +119,7 @@ class WeightExtension:
         return None
 
     def _prime_rl_reload(self: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # A prefill engine is not waited for (``prefill.hold_prefill``): its last step may still run.
+        # The last step of a prefill engine may still run: see ``prefill.hold_prefill``.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
