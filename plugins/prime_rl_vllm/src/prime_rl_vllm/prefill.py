@@ -26,9 +26,10 @@ from prime_rl_vllm.state import State
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 3600
-"""For which a prefill engine keeps KV that nobody has asked for. vLLM frees it then without a word
-to the other engine, which would read the KV of another prompt. The lease is prolonged while that
-engine makes steps, so it has to be longer than any pause."""
+"""For which a prefill engine keeps KV that has not been taken over. Then vLLM frees it and does not
+tell the other engine, which would read the KV of another prompt. The lease is renewed while that
+engine makes steps, so it has to be longer than any pause. KV whose client leaves at the moment of
+the hand-over stays for as long."""
 POLL_SECONDS = 0.5
 HOLD_SECONDS = 0.005
 
