@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prime_rl.config.run import RunConfig
 from prime_rl_app.cli import main
-from prime_rl_app.config import build_config
+from prime_rl_app.config import build_config, merge
 from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys
 from prime_rl_app.migrate import (
     DIFFERENCES,
@@ -802,3 +802,128 @@ def test_a_compiled_trainer_gives_way_to_router_replay():
     made = migrate({"model": {"name": "a/b"}, "trainer": trainer, "orchestrator": {}})
     assert made.table["trainer"] == {"router_replay": True}
     assert any("trainer.router_replay needs" in each for each in made.left_out)
+
+
+def nested(key, value):
+    """A table with one value at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+NULLABLE = {
+    "upstream": [
+        *("output_dir", "max_steps", "run.name", "monitors.wandb.project", "ckpt.interval"),
+        *("trainer.optim.max_norm", "inference.vllm.max_model_len", "env_vars.MY_PATH"),
+        "deployment.num_train_gpus",
+    ],
+    "trl": [
+        *("output_dir", "run_name", "max_grad_norm", "epsilon", "epsilon_high", "beta"),
+        *("max_completion_length", "generation_kwargs.stop", "eval_on_start", "loss_type"),
+        *("report_to", "use_vllm", "lora_r", "lora_target_modules"),
+    ],
+    "verl": [
+        *("trainer.project_name", "trainer.logger", "trainer.total_training_steps"),
+        *("trainer.val_before_train", "algorithm.adv_estimator", "data.max_response_length"),
+        *("actor_rollout_ref.rollout.max_model_len", "actor_rollout_ref.actor.grad_clip"),
+        *("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio"),
+        *("actor_rollout_ref.actor.optim.betas", "actor_rollout_ref.actor.entropy_coeff"),
+    ],
+}
+OTHERWISE = {
+    "upstream": {"model": {"name": "a/b"}, "orchestrator": {"seed": 1}},
+    "trl": {"learning_rate": 1e-6},
+    "verl": {"actor_rollout_ref": {"model": {"path": "a/b"}}},
+}
+
+
+@pytest.mark.parametrize(("null", "shown"), [(None, "null"), ("None", '"None"')])
+@pytest.mark.parametrize(
+    ("source", "key"), [(source, key) for source, keys in NULLABLE.items() for key in keys]
+)
+def test_a_null_is_left_out_as_no_value(source, key, null, shown):
+    made = migrate(merge(OTHERWISE[source], nested(key, null)))
+    assert made.table == migrate(OTHERWISE[source]).table
+    assert f"{key} = {shown}: no value, as by default" in made.left_out
+    assert not made.unknown
+
+
+def test_a_list_with_a_null_is_left_out():
+    betas = nested("actor_rollout_ref.actor.optim.betas", [None, 0.9])
+    made = migrate(merge(OTHERWISE["verl"], betas))
+    assert "optim" not in made.table.get("trainer", {})
+    key = "actor_rollout_ref.actor.optim.betas"
+    assert f"{key} = [null, 0.9]: TOML has no null, and so no list with one" in made.left_out
+
+
+def test_a_null_in_the_arguments_of_an_env_is_left_out():
+    args = {"first": None, "choices": ["a", None], "judge": {"name": None, "tries": 2}}
+    made = migrate({"orchestrator": {"train": {"env": [{"id": "x", "args": args}, None]}}})
+    assert made.table["orchestrator"]["train"]["env"] == [
+        {"id": "x", "args": {"judge": {"tries": 2}}}
+    ]
+    assert len(made.left_out) == 4 and not made.unknown
+
+
+def test_a_null_switches_off_what_upstream_has_on():
+    off = {"trainer": {"model": {"compile": "None", "ac": None}}}
+    made = migrate(off).table["trainer"]
+    assert made == {"compile": False, "activation_checkpointing": 0}
+
+
+OF_A_TRAINER = """
+max_steps = 500
+[model]
+name = "a/b"
+attn = "flash_attention_2"
+cp = 2
+seq_len = 4096
+[model.lora]
+rank = 8
+[model.ac]
+[model.compile]
+[model.moe.dispatch]
+type = "torch"
+"""
+
+
+@pytest.mark.parametrize("more", ["", "[optim]\nlr = 1e-5\n", "dist_timeout_seconds = 5\n"])
+def test_a_config_of_the_trainer_alone_has_the_trainers_model(more):
+    made = migrate({**tomllib.loads(OF_A_TRAINER), **tomllib.loads(more)})
+    trainer = made.table["trainer"]
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    optim = trainer.pop("optim", None)
+    assert optim == ({"lr": 1e-5} if "optim" in more else None)
+    assert trainer == {
+        "context_parallel": 2,
+        "micro_batch_tokens": 4096,
+        "lora": {"rank": 8},
+        "activation_checkpointing": 1,
+        "compile": True,
+    }
+    left = "\n".join(made.left_out)
+    assert "trainer.model.attn = " in left and "trainer.model.moe.dispatch.type = " in left
+
+
+def test_keys_of_the_trainers_model_are_known_in_the_model_of_a_run():
+    table = tomllib.loads(OF_A_TRAINER + "[trainer.optim]\nlr = 1e-5\n")
+    del table["model"]["moe"]
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["trainer"]["lora"] == {"rank": 8}
+    assert made.table["trainer"]["context_parallel"] == 2
+
+
+def test_a_config_of_engines_alone_has_their_model():
+    table = {
+        "gpu_memory_utilization": 0.8,
+        "model": {"name": "a/b", "enforce_eager": True, "max_model_len": 4096},
+        "server": {"port": 8001},
+        "parallel": {"tp": 2},
+        "deployment": {"type": "single_node"},
+    }
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    vllm = {"gpu_memory_utilization": 0.8, "enforce_eager": True, "tensor_parallel_size": 2}
+    engine = {"engine": "vllm", "port": 8001, "max_model_len": 4096}
+    assert made.table["inference"] == {**engine, "vllm": vllm}

@@ -29,7 +29,6 @@ class Foreign(NamedTuple):
 
 
 DROPOUT = "the trainer has no dropout: tokens are sampled without it"
-MOE = "trainer.expert_parallel = true spreads the experts over all ranks of a copy (dp_replicate)"
 ROUTER = "the run spreads its requests over the replicas by itself"
 DISAGGREGATED = "set inference.vllm.prefill_engines: prompts are computed on GPUs of their own"
 OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
@@ -167,8 +166,8 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     "trainer.model.impl": Foreign(None, "models are those of transformers"),
     "trainer.model.dp_replicate": Foreign("trainer.dp_replicate"),
-    "trainer.model.ep": Foreign(None, MOE),
-    "trainer.model.ep_comm_backend": Foreign(None, MOE),
+    "trainer.model.ep": Foreign("trainer.expert_parallel"),
+    "trainer.model.ep_comm_backend": Foreign(None, "tokens travel by all-to-all of NCCL"),
     "trainer.model.cp": Foreign("trainer.context_parallel"),
     "trainer.model.cp_style": Foreign(None, "ranks of a row exchange tokens for heads (Ulysses)"),
     "trainer.model.fused_lm_head_token_chunk_size": Foreign(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin
@@ -65,6 +66,21 @@ class Left(NamedTuple):
     why: str = ""
 
 
+NO_VALUE = Left("no value, as by default")
+
+
+def is_null(value: Any) -> bool:
+    """Whether it is YAML's ``null``, or the text that upstream writes for it in TOML."""
+    return value is None or value == "None"
+
+
+def _has_null(value: Any) -> bool:
+    """Whether a list, or a table in it, has a null."""
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    return any(map(_has_null, value)) if isinstance(value, list) else is_null(value)
+
+
 Several = dict[str, Any]
 """Values of several keys of ours."""
 
@@ -84,11 +100,11 @@ def _each_block(value: Any) -> Any:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if is_number:
         return value
-    return 0 if value in (False, "None", None) else 1
+    return 0 if value is False or is_null(value) else 1
 
 
 def _switch(value: Any) -> Any:
-    return value not in (False, "None", None)
+    return not (value is False or is_null(value))
 
 
 def _clipped(value: Any) -> Any:
@@ -512,14 +528,16 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             _carry_variable(result, path=path, value=value)
             continue
         match = next(filter(None, (look_up(path, each) for each in tables)), None)
+        if match is None and _is_of_one_model(path) and _knows("trainer", path):
+            match = look_up(("trainer", *path), PRIME_RL)
         if match is None and (is_flat or len(path) == 1) and not is_ours(path):
             match = _of_trl(path)
         if match is not None:
             carried.append((match, path, value))
         elif not is_ours(path):
             result.unknown.append(_assigned(path, value))
-        elif value == "None":
-            result.left_out.append(f"{_assigned(path, value)}: no value, as by default")
+        elif _has_null(value):
+            result.left_out.append(f"{_assigned(path, value)}: {_why_null(value).why}")
         elif is_table(path) and not isinstance(value, dict):
             result.unknown.append(_assigned(path, value))
         else:
@@ -567,11 +585,10 @@ SHARED = {
     *("model", "max_steps", "seq_len", "ckpt", "monitors", "wandb", "log", "output_dir", "run"),
     "slurm",
 }
-PARTS = {
-    "orchestrator": {"train", "eval", "renderer", "algo", "batch_size", "group_size", "env"},
-    "trainer": {"optim", "loss", "scheduler"},
-    "inference": {"vllm", "server", "router", "kv_cache_offload"},
-}
+PROCESSES = ("orchestrator", "trainer", "inference")
+OF_ANY_MODEL = ("name", "vlm")
+"""Keys of upstream's ``[model]`` of a whole run. In the config of one process it has the others of
+that process's model, too."""
 
 
 def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -581,20 +598,67 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
         return _as_run_of_sft(table)
     if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
         return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
-    if any(name in table for name in (*PARTS, "actor_rollout_ref")) or _is_flat(table):
+    if any(name in table for name in (*PROCESSES, "actor_rollout_ref")) or _is_flat(table):
         return dict(table)
-    for process, tables in PARTS.items():
-        if any(isinstance(table.get(name), dict | list) for name in tables):
-            inner = {key: value for key, value in table.items() if key not in SHARED}
-            outer = {key: value for key, value in table.items() if key in SHARED}
-            if isinstance(outer.get("model"), str):  # of upstream's evaluations
-                outer["model"] = {"name": outer["model"]}
-            served = get(table, "vllm.model")
-            if process == "inference" and isinstance(served, str):
-                outer.setdefault("model", {"name": served})
-            return {**outer, process: inner}
 
-    return dict(table)
+    process = _process_of(table)
+    if process is None:
+        return dict(table)
+    inner = {key: value for key, value in table.items() if _is_of(process, key, value)}
+    outer = {key: value for key, value in table.items() if key not in inner}
+    model = outer.get("model")
+    if isinstance(model, str):  # of upstream's evaluations
+        outer["model"] = {"name": model}
+    elif isinstance(model, dict):
+        outer["model"], of_process = _split_model(model)
+        inner |= of_process
+        if not outer["model"]:
+            del outer["model"]
+    served = get(table, "vllm.model")
+    if process == "inference" and isinstance(served, str):
+        outer.setdefault("model", {"name": served})
+    return {**outer, process: inner}
+
+
+def _split_model(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``[model]`` of the run, and the process's own as its table ``model``, if it has keys."""
+    of_run = {key: model[key] for key in OF_ANY_MODEL if key in model}
+    rest = {key: model[key] for key in model if key not in of_run}
+    return of_run, {"model": rest} if rest else {}
+
+
+def _process_of(table: Mapping[str, Any]) -> str | None:
+    """The process that knows most of the keys which a run does not have at this place."""
+    counts: Counter[str] = Counter()
+    for path, _ in leaf_paths(table):
+        is_of_run = path[0] == "model" or is_ours(path) or look_up(path, PRIME_RL) is not None
+        if _is_of_one_model(path) or not is_of_run:
+            counts.update(process for process in PROCESSES if _knows(process, path))
+    return max(PROCESSES, key=lambda each: counts[each]) if counts else None
+
+
+def _is_of_one_model(path: Path) -> bool:
+    """Whether a key of ``[model]`` belongs to the model of one process."""
+    is_of_any = path[1:2] == () or path[1] in OF_ANY_MODEL
+    return path[0] == "model" and not is_of_any and look_up(path, PRIME_RL) is None
+
+
+def _knows(process: str, path: Path) -> bool:
+    """Whether a key is one of a process, by its name and not as the rest of a table."""
+    match = look_up((process, *path), PRIME_RL)
+    if match is not None:
+        return match.pattern != f"{process}.model.**"
+    return is_ours((process, *path))
+
+
+def _is_of(process: str, key: str, value: Any) -> bool:
+    """Whether a key at the top level is the process's and not the run's."""
+    if key in SHARED:
+        return False
+    paths = [path for path, _ in leaf_paths({key: value})]
+    if any(_knows(process, path) for path in paths):
+        return True
+    return not any(is_ours(path) or look_up(path, PRIME_RL) for path in paths)
 
 
 def is_sft(table: Mapping[str, Any]) -> bool:
@@ -620,10 +684,8 @@ def _as_run_of_sft(table: Mapping[str, Any]) -> dict[str, Any]:
     orchestrator = {key: trainer.pop(key) for key in ("eval", "renderer") if key in trainer}
     model = trainer.pop("model", {})
     if isinstance(model, dict):
-        run["model"] = {key: model[key] for key in ("name", "vlm") if key in model}
-        rest = {key: model[key] for key in model if key not in run["model"]}
-        if rest:
-            trainer["model"] = rest
+        run["model"], of_trainer = _split_model(model)
+        trainer |= of_trainer
     else:
         run["model"] = model
     mask = get(run, "data.loss_mask")
@@ -649,15 +711,15 @@ def leaf_paths(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     """Write one foreign value where it belongs here, or say why not."""
-    if path[0] == "slurm":
+    if path[0] == "slurm" and not is_null(value):
         result.slurm = {**(result.slurm or {}), str(path[-1]): value}
     if match.path is None:
         result.left_out.append(f"{_assigned(path, value)}: {match.note}")
         return
 
-    converted = VALUES.get(match.pattern, lambda same: same)(value)
-    if converted == "None":
-        converted = Left("no value, as by default")
+    convert = VALUES.get(match.pattern, lambda same: same)
+    means_off = is_null(value) and convert in (_switch, _each_block)
+    converted = _why_null(value) if _has_null(value) and not means_off else convert(value)
     if isinstance(converted, Left):
         why = converted.why or f"here {match.ours}" + (f", {match.note}" if match.note else "")
         result.left_out.append(f"{_assigned(path, value)}: {why}")
@@ -670,11 +732,17 @@ def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
         _set(result, target, match=match, path=path, value=each, shown=value)
 
 
+def _why_null(value: Any) -> Left:
+    return NO_VALUE if is_null(value) else Left("TOML has no null, and so no list with one")
+
+
 def _carry_variable(result: Migration, path: Path, value: Any) -> None:
     """An environment variable, unless it is a secret or the run sets it."""
     name = str(path[-1])
     if isinstance(value, dict | list):
         result.unknown.append(_assigned(path, value))
+    elif is_null(value):
+        result.left_out.append(f"{_assigned(path, value)}: {NO_VALUE.why}")
     elif SECRET.fullmatch(name):
         result.env_vars[name] = None
         result.left_out.append(f"{'.'.join(map(str, path))}: a secret; export it in the shell")
@@ -1056,7 +1124,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
     if value is None:
-        return '"None"'
+        return "null"  # of comments: no value of a migrated table is null
     return str(value)
 
 

@@ -350,6 +350,55 @@ async def test_an_engine_that_stays_silent_is_away_after_a_while(impatient, cloc
         )
 
 
+class Discreet(Engine):
+    """It does not say its version."""
+
+    version = property(lambda self: None, lambda self, version: None)
+
+
+async def test_a_look_whose_connection_ends_loses_no_request_however_often():
+    engine, begun = Engine(), []
+    async with fleet_of(engine) as fleet:
+
+        async def episode(held):
+            begun.append(held)
+            await asyncio.sleep(60)
+
+        asking = asyncio.create_task(fleet.ask(0, episode))
+        await until(lambda: begun)
+        for _ in range(timing.LOST_TRIES + 1):
+            engine.dropped = 1
+            await until(lambda: not engine.dropped)
+            await engine.looked_at(2)
+        assert fleet.engines[0].serving and len(begun) == 1 and not asking.done()
+        asking.cancel()
+
+
+async def test_an_engine_whose_connections_keep_ending_is_away_after_a_while(clock):
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        (held,) = fleet.engines
+        engine.dropped = 10**9
+        looked = engine.dropped
+        await until(lambda: engine.dropped < looked - 3)
+        assert held.serving
+        await until(passing(clock, lambda: not held.serving))
+        assert held.state is EngineState.AWAY
+        engine.dropped = 0
+        await until(lambda: held.serving)
+        assert engine.calls == []  # by its version it is the same process
+
+
+async def test_an_engine_that_tells_no_version_loads_the_weights_after_a_connection_that_ended():
+    """It may be another process by now, behind the same address."""
+    engine = Discreet()
+    async with fleet_of(engine) as fleet:
+        engine.dropped = 1
+        await until(lambda: engine.calls)
+        await until(lambda: fleet.serving)
+        assert engine.calls == ["/pause", "/update_weights", "/resume"]
+
+
 async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
     engine, said = Engine(), []
     async with fleet_of(engine) as fleet:
@@ -358,7 +407,8 @@ async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
         await until(lambda: not fleet.serving)
         asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, "answer")))
         await until(lambda: said)
-        await engine.looked_at()
+        looked_at = fleet.engines[0].looked_at
+        await until(lambda: fleet.engines[0].looked_at > looked_at)
         assert not asking.done()
         assert said[-1].startswith(f"engine {fleet.urls[0]} did not answer")
         engine.away = False
@@ -707,10 +757,6 @@ async def test_an_update_without_engines_says_so_and_the_first_that_is_back_load
 
 async def test_an_engine_that_tells_no_version_joins_while_the_watcher_tries_again_and_again():
     """Each attempt announces the version anew, and the engine loads for longer than one takes."""
-
-    class Discreet(Engine):
-        version = property(lambda self: None, lambda self, version: None)
-
     engine = Discreet()
     async with fleet_of(engine) as fleet:
         engine.away = True

@@ -243,6 +243,22 @@ def test_an_engine_of_a_run_samples_the_policy_that_is_trained(arguments, messag
         engine.command(replace(LAUNCH, weights_roots=[Path("run")]))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, r"inference\.vllm\.pipeline_parallel_size: is 2, and vLLM"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching: is false, and vLLM records"),
+    ],
+)
+def test_what_vllm_cannot_record_routes_with_is_refused_before_it_starts(arguments, message):
+    from dataclasses import replace
+
+    engine = Vllm(config(**arguments))
+    assert engine.command(LAUNCH).argv
+    with pytest.raises(ConfigError, match=message):
+        engine.command(replace(LAUNCH, records_routes=True))
+
+
 @pytest.mark.parametrize("backend", [{}, {"kv_offloading_backend": "native"}])
 def test_keys_and_values_in_the_engines_own_host_memory_may_be_a_runs(backend):
     """vLLM finds them by the salted hashes of its prefix cache, and they end with the process."""

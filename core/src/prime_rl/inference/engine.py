@@ -16,7 +16,8 @@
     SERVING, ASLEEP       another version; an update failed, or is late          AWAY
     SERVING, AWAY         silent for ``hang_timeout``, or through an update      HUNG
     HUNG                  it answers                                             STARTING
-    any                   nothing listens                                        STARTING
+    any                   nothing listens; a connection to an engine that does   STARTING
+                          not say its version ends, or cannot be made
 
 Weights are loaded under the lock ``loading``: a serving engine that holds it goes on serving, an
 engine that is away and holds it is a straggler and is left alone until it is done.
@@ -29,7 +30,7 @@ import time
 from enum import Enum, auto
 
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer, NotListening
 from prime_rl.plugins.weight_transports import Receives
 
 
@@ -155,7 +156,9 @@ class Replica:
         if not silent:
             self.heard_at = now
 
-        if isinstance(problem, NoAnswer):
+        # One that does not say its version may be another process at the next look.
+        is_discreet = self.version is not None and self.client.health.version is None
+        if isinstance(problem, NotListening) or (isinstance(problem, NoAnswer) and is_discreet):
             self.client.asleep = False  # the next process is awake
             return EngineState.STARTING
 

@@ -46,8 +46,8 @@ OFFLOAD = "prime_rl_kernels.offload"
 NETWORK = "network"
 """The dtype of what travels begins so: ``network/KIND/SIZE/SPAN``. KIND is ``SHARED`` or ``SENT``,
 SIZE the number of ranks of the group, and SPAN counts them from its first to its last."""
-EXCHANGES = ("prime_rl.trainer.context",)
-"""The module whose collectives a rank waits for."""
+EXCHANGES = ("prime_rl.trainer.context", "prime_rl.trainer.expert_ranks")
+"""The modules whose collectives a rank waits for."""
 RESIZE = torch.UntypedStorage.resize_
 OUTSIDE = "between steps"
 BLOCK_BYTES = 512

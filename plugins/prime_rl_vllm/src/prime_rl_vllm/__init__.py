@@ -27,6 +27,7 @@ from prime_rl_broadcast.group import TRANSPORTS
 from prime_rl_vllm.arguments import (
     check_keys,
     check_policy,
+    check_routes,
     check_split,
     coarse_parts,
     num_gpus,
@@ -107,11 +108,13 @@ class Vllm(Engine):
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """``python -m prime_rl_vllm.server ...``; the environment carries the admin key. Raises
-        ``ConfigError`` for weights of a policy that cannot be replaced."""
+        ``ConfigError`` for weights of a policy that cannot be replaced, and for routes that vLLM
+        could not record."""
         if launch.weights_roots is not None:  # a run's engine: it gets new weights
             check_policy(cast(VllmConfig, self.config).arguments)
         arguments = cast(VllmConfig, self.config).arguments
         if launch.records_routes:
+            check_routes(arguments)
             arguments["enable_return_routed_experts"] = True
             check_split(arguments, self._prefill_engines)
         if launch.can_sleep and self._prefill_engines:

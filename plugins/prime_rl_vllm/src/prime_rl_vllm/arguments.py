@@ -69,6 +69,12 @@ NOT_SPLIT = {
 
 COARSE_CACHES = ("fp8", "int", "nvfp", "turboquant")
 """How the coarse formats of a KV cache begin."""
+ROUTELESS = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Sizes that must be 1 where vLLM records routes (0.32, 0.33)."""
 QUANTIZED = ("quantization", "quantization_config")
 """Arguments of vLLM that quantize weights."""
 REQUANTIZED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
@@ -191,6 +197,25 @@ def check_split(arguments: Mapping[str, Any], prefill_engines: int) -> None:
                 f"inference.vllm.{name}: is {value!r}, and prefill_engines is {prefill_engines}: "
                 f"{why}. Leave one of them out."
             )
+
+
+def check_routes(arguments: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` for an engine that could not record the choices of its routers."""
+    reason = (
+        "and vLLM records the experts of a token (trainer.router_replay) only without. Leave it "
+        "out, or train without router_replay."
+    )
+    for name in ROUTELESS:
+        number = arguments.get(name)
+        if number not in (None, 1):
+            raise ConfigError(f"inference.vllm.{name}: is {number!r}, {reason}")
+    if arguments.get("enable_prefix_caching") is False:
+        # It keeps the routes of a prefix beside its keys and values.
+        raise ConfigError(
+            "inference.vllm.enable_prefix_caching: is false, and vLLM records the experts of a "
+            "token (trainer.router_replay) only with the cache. Leave it out, or train without "
+            "router_replay."
+        )
 
 
 def check_keys(arguments: Mapping[str, Any]) -> None:

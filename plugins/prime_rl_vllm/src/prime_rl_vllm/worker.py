@@ -1,8 +1,8 @@
 """The extension of vLLM's workers (``--worker-extension-cls``) that loads new weights.
 
 vLLM's own ``reload_weights`` does the loading. By itself it silently accepts a checkpoint that
-lacks a tensor, leaves the model half loaded after a failure, and on a CPU does not update a tied
-head. So the weights are checked before, and the head is refreshed after.
+lacks a tensor, leaves the model half loaded after a failure, and on a CPU spoils a tied head and
+the experts of a mixture. So the weights are checked before, and these are packed anew after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 
 from prime_rl import WeightsError
 from prime_rl_broadcast.connection import Member
@@ -124,7 +128,7 @@ class WeightExtension:
             torch.cuda.synchronize(self.device)
         with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=tensors)
-            refresh_packed_heads(self.model_runner.get_model())
+            repack(self.model_runner.get_model())
 
     def prime_rl_drop(self) -> None:
         """Close and forget the staged weights."""
@@ -133,13 +137,18 @@ class WeightExtension:
             self._prime_rl_weights = None
 
 
-def refresh_packed_heads(model: torch.nn.Module) -> None:
-    """On a CPU, repack the head's matrix (vLLM 0.32, 0.33).
+def repack(model: torch.nn.Module) -> None:
+    """On a CPU, pack anew what a reload does not (vLLM 0.32, 0.33).
 
-    There the head multiplies by a copy that oneDNN packed at start-up. A reload changes the weight
-    that a tied head shares with the embedding, but not this copy: new body, old head. On a GPU
-    there is no copy.
+    There some matrices are multiplied in another order of their numbers, which is made at start-up.
+    A reload leaves the copy of a tied head as it was, new body, old head; and puts the experts of a
+    mixture where packed ones are expected. On a GPU nothing is packed after loading.
     """
+    if not current_platform.is_cpu():
+        return
     for module in model.modules():
+        method = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+            method.process_weights_after_loading(module)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
