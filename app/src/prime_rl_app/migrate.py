@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin
@@ -527,6 +528,8 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             _carry_variable(result, path=path, value=value)
             continue
         match = next(filter(None, (look_up(path, each) for each in tables)), None)
+        if match is None and _is_of_one_model(path) and _knows("trainer", path):
+            match = look_up(("trainer", *path), PRIME_RL)
         if match is None and (is_flat or len(path) == 1) and not is_ours(path):
             match = _of_trl(path)
         if match is not None:
@@ -573,20 +576,25 @@ def _of_trl(path: Path) -> Match | None:
 def _is_flat(table: Mapping[str, Any]) -> bool:
     """Whether it is a config of TRL or of Hugging Face's trainer: no tables but those that are the
     value of one of its arguments."""
-    tables = {name for name, value in table.items() if isinstance(value, dict)}
-    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - {"deepspeed"})
+    of_tables = {"deepspeed", "datasets"}
+    tables = {name for name, value in table.items() if _has_a_table(value)}
+    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - of_tables)
     return of_arguments and any(name in NAMES for name in table.keys() - tables)
+
+
+def _has_a_table(value: Any) -> bool:
+    inner = value if isinstance(value, list) else [value]
+    return any(isinstance(each, dict) for each in inner)
 
 
 SHARED = {
     *("model", "max_steps", "seq_len", "ckpt", "monitors", "wandb", "log", "output_dir", "run"),
     "slurm",
 }
-PARTS = {
-    "orchestrator": {"train", "eval", "renderer", "algo", "batch_size", "group_size", "env"},
-    "trainer": {"optim", "loss", "scheduler"},
-    "inference": {"vllm", "server", "router", "kv_cache_offload"},
-}
+PROCESSES = ("orchestrator", "trainer", "inference")
+OF_ANY_MODEL = ("name", "vlm")
+"""Keys of upstream's ``[model]`` of a whole run. In the config of one process it has the others of
+that process's model, too."""
 
 
 def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -594,22 +602,98 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     config of a run."""
     if is_sft(table):
         return _as_run_of_sft(table)
+    if _is_evaluation(table):
+        return _as_run_that_evaluates(table)
     if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
         return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
-    if any(name in table for name in (*PARTS, "actor_rollout_ref")) or _is_flat(table):
+    if any(name in table for name in (*PROCESSES, "actor_rollout_ref")) or _is_flat(table):
         return dict(table)
-    for process, tables in PARTS.items():
-        if any(isinstance(table.get(name), dict | list) for name in tables):
-            inner = {key: value for key, value in table.items() if key not in SHARED}
-            outer = {key: value for key, value in table.items() if key in SHARED}
-            if isinstance(outer.get("model"), str):  # of upstream's evaluations
-                outer["model"] = {"name": outer["model"]}
-            served = get(table, "vllm.model")
-            if process == "inference" and isinstance(served, str):
-                outer.setdefault("model", {"name": served})
-            return {**outer, process: inner}
 
-    return dict(table)
+    process = _process_of(table)
+    if process is None:
+        return dict(table)
+    inner = {key: value for key, value in table.items() if _is_of(process, key, value)}
+    outer = _with_model({key: value for key, value in table.items() if key not in inner})
+    model = outer.get("model")
+    if isinstance(model, dict):
+        outer["model"], of_process = _split_model(model)
+        inner |= of_process
+        if not outer["model"]:
+            del outer["model"]
+    served = get(table, "vllm.model")
+    if process == "inference" and isinstance(served, str):
+        outer.setdefault("model", {"name": served})
+    return {**outer, process: inner}
+
+
+OF_EVALUATIONS = ("source", "num_examples")
+"""Keys at the top level of upstream's config of evaluations, which no other config has there."""
+
+
+def _is_evaluation(table: Mapping[str, Any]) -> bool:
+    """Whether it is a config of upstream's evaluations without a table ``[eval]``."""
+    if {"eval", "orchestrator", "trainer", "actor_rollout_ref"} & table.keys():
+        return False
+    is_text = isinstance(table.get("model"), str) and not _is_flat(table)
+    return is_text or not table.keys().isdisjoint(OF_EVALUATIONS)
+
+
+def _as_run_that_evaluates(table: Mapping[str, Any]) -> dict[str, Any]:
+    run = {
+        key: value
+        for key, value in table.items()
+        if key in SHARED
+        or any(is_ours(path) or look_up(path, PRIME_RL) for path, _ in leaf_paths({key: value}))
+    }
+    evaluation = {key: value for key, value in table.items() if key not in run}
+    return {**_with_model(run), "orchestrator": {"eval": evaluation}}
+
+
+def _with_model(run: dict[str, Any]) -> dict[str, Any]:
+    """Upstream's evaluations name the model by a text."""
+    model = run.get("model")
+    return {**run, "model": {"name": model}} if isinstance(model, str) else run
+
+
+def _split_model(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``[model]`` of the run, and the process's own as its table ``model``, if it has keys."""
+    of_run = {key: model[key] for key in OF_ANY_MODEL if key in model}
+    rest = {key: model[key] for key in model if key not in of_run}
+    return of_run, {"model": rest} if rest else {}
+
+
+def _process_of(table: Mapping[str, Any]) -> str | None:
+    """The process that knows most of the keys which a run does not have at this place."""
+    counts: Counter[str] = Counter()
+    for path, _ in leaf_paths(table):
+        is_of_run = path[0] == "model" or is_ours(path) or look_up(path, PRIME_RL) is not None
+        if _is_of_one_model(path) or not is_of_run:
+            counts.update(process for process in PROCESSES if _knows(process, path))
+    return max(PROCESSES, key=lambda each: counts[each]) if counts else None
+
+
+def _is_of_one_model(path: Path) -> bool:
+    """Whether a key of ``[model]`` belongs to the model of one process."""
+    is_of_any = path[1:2] == () or path[1] in OF_ANY_MODEL
+    return path[0] == "model" and not is_of_any and look_up(path, PRIME_RL) is None
+
+
+def _knows(process: str, path: Path) -> bool:
+    """Whether a key is one of a process, by its name and not as the rest of a table."""
+    match = look_up((process, *path), PRIME_RL)
+    if match is not None:
+        return match.pattern != f"{process}.model.**"
+    return is_ours((process, *path))
+
+
+def _is_of(process: str, key: str, value: Any) -> bool:
+    """Whether a key at the top level is the process's and not the run's."""
+    if key in SHARED:
+        return False
+    paths = [path for path, _ in leaf_paths({key: value})]
+    if any(_knows(process, path) for path in paths):
+        return True
+    return not any(is_ours(path) or look_up(path, PRIME_RL) for path in paths)
 
 
 def is_sft(table: Mapping[str, Any]) -> bool:
@@ -635,10 +719,8 @@ def _as_run_of_sft(table: Mapping[str, Any]) -> dict[str, Any]:
     orchestrator = {key: trainer.pop(key) for key in ("eval", "renderer") if key in trainer}
     model = trainer.pop("model", {})
     if isinstance(model, dict):
-        run["model"] = {key: model[key] for key in ("name", "vlm") if key in model}
-        rest = {key: model[key] for key in model if key not in run["model"]}
-        if rest:
-            trainer["model"] = rest
+        run["model"], of_trainer = _split_model(model)
+        trainer |= of_trainer
     else:
         run["model"] = model
     mask = get(run, "data.loss_mask")
@@ -814,6 +896,9 @@ def _spread(result: Migration) -> None:
             continue
         shared = envs.get(EVERY, {})
         entries = envs.get("", [])
+        alone = {key: value for key, value in envs.items() if key not in (EVERY, "")}
+        if not entries and (alone or "id" in shared):  # a table in place of a list of them
+            entries = [alone]
         if entries:
             group["env"] = [{**shared, **entry} for entry in entries]
             continue
