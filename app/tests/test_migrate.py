@@ -1000,3 +1000,71 @@ def test_yaml_that_is_no_toml_is_refused_by_name(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(f"{file}: not a YAML file: {said}")):
         read(file)
+
+
+EVALUATION = """
+model = "a/b"
+num_examples = 20
+group_size = 3
+[client]
+base_url = "http://a/v1"
+[sampling]
+max_completion_tokens = 512
+"""
+EVALUATED = {
+    "source": """
+[[source]]
+name = "search"
+env.taskset.id = "wiki"
+env.agent.harness.id = "null"
+""",
+    "env": '[[env]]\nid = "wiki"\nname = "search"\nharness.id = "null"\n',
+}
+
+
+@pytest.mark.parametrize("form", EVALUATED)
+def test_evaluations_at_the_top_level_are_those_of_the_table_eval(form):
+    table = tomllib.loads(EVALUATION + EVALUATED[form])
+    made = migrate(table)
+    model = table.pop("model")
+    assert made == migrate({"model": model, "eval": table})
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["orchestrator"]["eval"] == {
+        "sampling": {"max_completion_tokens": 512},
+        "env": [
+            {
+                "id": "wiki",
+                "name": "search",
+                "harness": {"id": "null"},
+                "num_examples": 20,
+                "group_size": 3,
+            }
+        ],
+    }
+    assert any("prime-rl eval --base-url" in each for each in made.left_out)
+
+
+@pytest.mark.parametrize(
+    "env", ['[environment]\nid = "y"\n', '[env]\nid = "y"\n', '[[env]]\nid = "y"\n']
+)
+def test_a_config_of_the_orchestrator_alone_keeps_its_sampling(env):
+    top = "batch_size = 8\nrollouts_per_example = 4\n"
+    table = tomllib.loads(f"{top}[sampling]\ntemperature = 0.6\nmax_tokens = 64\n{env}")
+    for model in ({}, {"model": {"name": "a/b"}}):
+        made = migrate({**table, **model})
+        assert made.table["orchestrator"] == {
+            "batch_size": 8,
+            "group_size": 4,
+            "train": {
+                "sampling": {"temperature": 0.6, "max_completion_tokens": 64},
+                "env": [{"id": "y"}],
+            },
+        }
+        assert not made.unknown and not made.left_out
+
+
+def test_an_env_written_as_one_table_is_not_lost():
+    env = {"id": "x", "args": {"depth": 2}}
+    made = migrate({"orchestrator": {"train": {"env": env}, "eval": {"env": env, "interval": 5}}})
+    assert made.table["orchestrator"]["train"]["env"] == [env]
+    assert made.table["orchestrator"]["eval"]["env"] == [{**env, "interval": 5}]
