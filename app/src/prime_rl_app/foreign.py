@@ -336,6 +336,7 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     # Environments: of both train and eval.
     "orchestrator.env.**": Foreign("orchestrator.train.env.**"),
+    "orchestrator.environment.**": Foreign("orchestrator.train.env.**"),
     "orchestrator.*.source.env.taskset.id": Foreign("orchestrator.*.env.id"),
     "orchestrator.*.source.env.taskset.**": Foreign("orchestrator.*.env.args.**"),
     "orchestrator.*.source.env.agent.harness.**": Foreign("orchestrator.*.env.harness.**"),
