@@ -576,9 +576,15 @@ def _of_trl(path: Path) -> Match | None:
 def _is_flat(table: Mapping[str, Any]) -> bool:
     """Whether it is a config of TRL or of Hugging Face's trainer: no tables but those that are the
     value of one of its arguments."""
-    tables = {name for name, value in table.items() if isinstance(value, dict)}
-    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - {"deepspeed"})
+    of_tables = {"deepspeed", "datasets"}
+    tables = {name for name, value in table.items() if _has_a_table(value)}
+    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - of_tables)
     return of_arguments and any(name in NAMES for name in table.keys() - tables)
+
+
+def _has_a_table(value: Any) -> bool:
+    inner = value if isinstance(value, list) else [value]
+    return any(isinstance(each, dict) for each in inner)
 
 
 SHARED = {
@@ -596,6 +602,8 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     config of a run."""
     if is_sft(table):
         return _as_run_of_sft(table)
+    if _is_evaluation(table):
+        return _as_run_that_evaluates(table)
     if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
         return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
     if any(name in table for name in (*PROCESSES, "actor_rollout_ref")) or _is_flat(table):
@@ -605,11 +613,9 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     if process is None:
         return dict(table)
     inner = {key: value for key, value in table.items() if _is_of(process, key, value)}
-    outer = {key: value for key, value in table.items() if key not in inner}
+    outer = _with_model({key: value for key, value in table.items() if key not in inner})
     model = outer.get("model")
-    if isinstance(model, str):  # of upstream's evaluations
-        outer["model"] = {"name": model}
-    elif isinstance(model, dict):
+    if isinstance(model, dict):
         outer["model"], of_process = _split_model(model)
         inner |= of_process
         if not outer["model"]:
@@ -618,6 +624,35 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     if process == "inference" and isinstance(served, str):
         outer.setdefault("model", {"name": served})
     return {**outer, process: inner}
+
+
+OF_EVALUATIONS = ("source", "num_examples")
+"""Keys at the top level of upstream's config of evaluations, which no other config has there."""
+
+
+def _is_evaluation(table: Mapping[str, Any]) -> bool:
+    """Whether it is a config of upstream's evaluations without a table ``[eval]``."""
+    if {"eval", "orchestrator", "trainer", "actor_rollout_ref"} & table.keys():
+        return False
+    is_text = isinstance(table.get("model"), str) and not _is_flat(table)
+    return is_text or not table.keys().isdisjoint(OF_EVALUATIONS)
+
+
+def _as_run_that_evaluates(table: Mapping[str, Any]) -> dict[str, Any]:
+    run = {
+        key: value
+        for key, value in table.items()
+        if key in SHARED
+        or any(is_ours(path) or look_up(path, PRIME_RL) for path, _ in leaf_paths({key: value}))
+    }
+    evaluation = {key: value for key, value in table.items() if key not in run}
+    return {**_with_model(run), "orchestrator": {"eval": evaluation}}
+
+
+def _with_model(run: dict[str, Any]) -> dict[str, Any]:
+    """Upstream's evaluations name the model by a text."""
+    model = run.get("model")
+    return {**run, "model": {"name": model}} if isinstance(model, str) else run
 
 
 def _split_model(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -861,6 +896,9 @@ def _spread(result: Migration) -> None:
             continue
         shared = envs.get(EVERY, {})
         entries = envs.get("", [])
+        alone = {key: value for key, value in envs.items() if key not in (EVERY, "")}
+        if not entries and (alone or "id" in shared):  # a table in place of a list of them
+            entries = [alone]
         if entries:
             group["env"] = [{**shared, **entry} for entry in entries]
             continue

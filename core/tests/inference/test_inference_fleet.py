@@ -249,12 +249,71 @@ async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_curre
         assert (engine.version, fleet.engines[0].version) == (3, 3)
 
 
-async def test_a_version_published_while_an_engine_joins_is_loaded_before_it_serves():
+@asynccontextmanager
+async def waiting(clock):
+    """The same after version 2: the engine has loaded version 1, for 10 seconds."""
     async with joining(version=1) as (fleet, engine):
         await fleet.update_weights(Path("v2"), 2)
+        clock.now += 10
         engine.hold.set()
+        await until(lambda: fleet.engines[0].state is EngineState.WAITING)
+        await engine.looked_at()
+        assert (engine.version, engine.calls.count("/update_weights")) == (1, 1)
+        yield fleet, engine
+
+
+async def test_an_engine_that_has_missed_a_version_loads_the_next_one_with_the_others(clock):
+    """Steps that are shorter than loading would keep it out for ever."""
+    async with waiting(clock) as (fleet, engine):
+        asked = [await fleet.ask(n, lambda e: asyncio.sleep(0, e.number)) for n in range(4)]
+        assert asked == [1, 1, 1, 1]
+        before = fleet.engines[0].session
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [True, True]
+        assert (engine.version, engine.loaded, fleet.engines[0].down > 0) == (3, "v3", True)
+        assert fleet.engines[0].session is before
+        assert engine.calls.count("/update_weights") == 2
+
+
+async def test_an_engine_that_has_missed_a_version_loads_it_if_no_other_comes(clock):
+    async with waiting(clock) as (fleet, engine):
+        clock.now += 21  # more than twice the time that it took
         await until(lambda: fleet.engines[0].serving)
-        assert engine.version == 2 and engine.calls.count("/update_weights") == 2
+        assert (engine.version, engine.loaded) == (2, "v2")
+        assert engine.calls.count("/update_weights") == 2
+
+
+async def test_an_engine_that_refuses_the_version_it_has_waited_for_stays_out(clock):
+    async with waiting(clock) as (fleet, engine):
+        engine.refuse["/update_weights"] = 400
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [False, True]
+        assert fleet.engines[0].state is EngineState.AWAY
+        engine.refuse.clear()
+        clock.now += 21
+        await until(lambda: fleet.engines[0].serving)
+        assert engine.version == 3
+
+
+async def test_an_engine_that_ends_while_it_waits_is_another_one_when_it_comes_back(clock):
+    async with waiting(clock) as (fleet, engine):
+        before = fleet.engines[0].session
+        engine.away = True
+        await until(lambda: fleet.engines[0].state is EngineState.STARTING)
+        await fleet.update_weights(Path("v3"), 3)
+        engine.restart(version=0)
+        clock.now += 21
+        await until(lambda: fleet.engines[0].serving)
+        assert engine.version == 3 and fleet.engines[0].session is not before
+
+
+async def test_an_engine_that_waits_sleeps_with_the_others(clock):
+    async with waiting(clock) as (fleet, engine):
+        await fleet.sleep()
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [True, True]
+        assert engine.version == 3
 
 
 async def test_a_restart_between_two_looks_is_detected():

@@ -43,6 +43,10 @@ STRAGGLER_FACTOR = 10.0
 """Times what the slowest of the others took. They are alike and read the same files; a cold disk
 or a slow network costs several times as much, not ten times."""
 
+WAIT_FACTOR = 2.0
+"""Times what it took to load a version that others have replaced: an engine waits so long for the
+next one. Then it loads the current one by itself, because a step takes longer than loading."""
+
 EPISODE_TRIES = 4
 """Times an episode is tried again at engines that are there and fail: over some 15 seconds."""
 LOST_TRIES = 4
