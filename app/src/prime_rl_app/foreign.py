@@ -30,7 +30,7 @@ class Foreign(NamedTuple):
 
 DROPOUT = "the trainer has no dropout: tokens are sampled without it"
 ROUTER = "the run spreads its requests over the replicas by itself"
-DISAGGREGATED = "no prefill and decode on separate engines (docs/vllm.md); set inference.replicas"
+DISAGGREGATED = "set inference.vllm.prefill_engines: prompts are computed on GPUs of their own"
 OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
 ONE_DATA_SET = "[sft] trains on one data set; join them before"
 PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
