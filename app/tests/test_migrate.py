@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError
 from prime_rl_app.cli import main
 from prime_rl_app.config import build_config, merge
 from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys
@@ -927,3 +928,228 @@ def test_a_config_of_engines_alone_has_their_model():
     vllm = {"gpu_memory_utilization": 0.8, "enforce_eager": True, "tensor_parallel_size": 2}
     engine = {"engine": "vllm", "port": 8001, "max_model_len": 4096}
     assert made.table["inference"] == {**engine, "vllm": vllm}
+
+
+def run_migrate(monkeypatch, capsys, *words):
+    """Exit code, standard output and error output of the command."""
+    monkeypatch.setattr("sys.argv", ["prime-rl", "migrate", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    return end.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none/mine.toml", "no such folder"),
+        ("rl.toml/mine.toml", "cannot be written: Not a directory"),
+        ("rl.toml", "exists already. Give another name, or delete it."),
+        (".", "exists already. Give another name, or delete it."),
+        ("mine.sbatch", "the name of the batch file. Give another name."),
+        ("mine.toml", "exists already. Give another name, or delete it."),  # its batch file does
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys, name, why):
+    monkeypatch.chdir(tmp_path)
+    Path("rl.toml").write_text(SLURM)
+    if name == "mine.toml":
+        Path("mine.sbatch").write_text("kept")
+    before = sorted(tmp_path.iterdir())
+    code, _, said = run_migrate(monkeypatch, capsys, "rl.toml", "-o", name)
+    assert code == 2
+    file = "mine.sbatch" if name == "mine.toml" else name
+    assert said == f"error: -o {file}: {why}\n"
+    assert sorted(tmp_path.iterdir()) == before
+    assert Path("rl.toml").read_text() == SLURM
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize(
+    "data", [None, "folder", b"\xff\xfe", b"[[[", b"- 1", b"{", b"", b"a: &a [*a]"], ids=repr
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, capsys, suffix, data):
+    pytest.importorskip("yaml")
+    file = tmp_path / f"theirs{suffix}"
+    if data == "folder":
+        file.mkdir()
+    elif data is not None:
+        file.write_bytes(data)
+    code, _, said = run_migrate(monkeypatch, capsys, file)
+    if (suffix, data) == (".toml", b""):
+        assert code == 0
+    else:
+        assert code == 2 and said.startswith(f"error: {file}") and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {1: x}", "a: the key 1 is no text. Write it in quotes."),
+        ("on: x", "the key True is no text. Write it in quotes."),
+        ("a: [!!binary aGk=]", "a.0: TOML has no value of type bytes"),
+        (r'a: "\ud800"', "a: 'utf-8' codec can't encode"),
+        ("a: !!set {x}", "a: TOML has no value of type set"),
+    ],
+)
+def test_yaml_that_is_no_toml_is_refused_by_name(tmp_path, text, said):
+    from prime_rl_app.cli.migrate import read
+
+    pytest.importorskip("yaml")
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: not a YAML file: {said}")):
+        read(file)
+
+
+EVALUATION = """
+model = "a/b"
+num_examples = 20
+group_size = 3
+[client]
+base_url = "http://a/v1"
+[sampling]
+max_completion_tokens = 512
+"""
+EVALUATED = {
+    "source": """
+[[source]]
+name = "search"
+env.taskset.id = "wiki"
+env.agent.harness.id = "null"
+""",
+    "env": '[[env]]\nid = "wiki"\nname = "search"\nharness.id = "null"\n',
+}
+
+
+@pytest.mark.parametrize("form", EVALUATED)
+def test_evaluations_at_the_top_level_are_those_of_the_table_eval(form):
+    table = tomllib.loads(EVALUATION + EVALUATED[form])
+    made = migrate(table)
+    model = table.pop("model")
+    assert made == migrate({"model": model, "eval": table})
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["orchestrator"]["eval"] == {
+        "sampling": {"max_completion_tokens": 512},
+        "env": [
+            {
+                "id": "wiki",
+                "name": "search",
+                "harness": {"id": "null"},
+                "num_examples": 20,
+                "group_size": 3,
+            }
+        ],
+    }
+    assert any("prime-rl eval --base-url" in each for each in made.left_out)
+
+
+@pytest.mark.parametrize(
+    "env", ['[environment]\nid = "y"\n', '[env]\nid = "y"\n', '[[env]]\nid = "y"\n']
+)
+def test_a_config_of_the_orchestrator_alone_keeps_its_sampling(env):
+    top = "batch_size = 8\nrollouts_per_example = 4\n"
+    table = tomllib.loads(f"{top}[sampling]\ntemperature = 0.6\nmax_tokens = 64\n{env}")
+    for model in ({}, {"model": {"name": "a/b"}}):
+        made = migrate({**table, **model})
+        assert made.table["orchestrator"] == {
+            "batch_size": 8,
+            "group_size": 4,
+            "train": {
+                "sampling": {"temperature": 0.6, "max_completion_tokens": 64},
+                "env": [{"id": "y"}],
+            },
+        }
+        assert not made.unknown and not made.left_out
+
+
+def test_an_env_written_as_one_table_is_not_lost():
+    env = {"id": "x", "args": {"depth": 2}}
+    made = migrate({"orchestrator": {"train": {"env": env}, "eval": {"env": env, "interval": 5}}})
+    assert made.table["orchestrator"]["train"]["env"] == [env]
+    assert made.table["orchestrator"]["eval"]["env"] == [{**env, "interval": 5}]
+
+
+def of_verls_model(**model):
+    return {"actor_rollout_ref": {"model": {"path": "a/b", **model}, "rollout": {"n": 8}}}
+
+
+@pytest.mark.parametrize(
+    ("table", "lora"),
+    [
+        (of_verls_model(lora_rank=0, lora_alpha=16, target_modules="all-linear"), None),
+        (of_verls_model(lora_alpha=16, target_modules=["q_proj"]), None),
+        (of_verls_model(lora_rank=None, lora_alpha=16), None),
+        (of_verls_model(lora_rank=-1), None),
+        (
+            of_verls_model(lora_rank=8, lora_alpha=16, target_modules="all-linear"),
+            {"rank": 8, "alpha": 16},
+        ),
+        (
+            of_verls_model(lora_rank=8, target_modules=["q_proj"]),
+            {"rank": 8, "target_modules": ["q_proj"]},
+        ),
+        ({"learning_rate": 1.0, "lora_r": 0}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "lora_alpha": 32}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "use_peft": False}, None),
+        ({"learning_rate": 1.0, "lora_r": 0, "use_peft": True}, None),
+        ({"learning_rate": 1.0, "lora_r": 8, "use_peft": True}, {"rank": 8}),
+        ({"learning_rate": 1.0, "use_peft": True}, {}),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "use_rslora": True},
+            {"use_rslora": True},
+        ),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "lora_target_modules": ["all-linear"]},
+            {},
+        ),
+        ({"actor_learning_rate": 1.0, "lora_rank": 8}, {"rank": 8}),  # of OpenRLHF
+        ({"actor_learning_rate": 1.0, "lora_rank": 0, "lora_alpha": 16}, None),
+        ({"learning_rate": 1.0, "peft_config": {"r": 8, "lora_alpha": 4}}, {"rank": 8, "alpha": 4}),
+        ({"model": {"name": "a/b"}, "trainer": {"model": {"lora": {"rank": 0}}}}, None),
+    ],
+)
+def test_an_adapter_is_there_where_the_other_framework_trains_one(table, lora):
+    made = migrate(table)
+    assert made.table.get("trainer", {}).get("lora") == lora
+    assert not made.unknown
+    if lora is None:
+        assert not any("trainer.lora" in each for names in made.carried.values() for each in names)
+    accepted(table)
+
+
+@pytest.mark.parametrize(
+    ("logger", "monitors"),
+    [
+        (None, {"wandb": {"project": "p"}}),  # console and wandb by default
+        (["console", "wandb"], {"wandb": {"project": "p"}}),
+        ("wandb", {"wandb": {"project": "p"}}),
+        (["console"], None),
+        ([], None),
+        ("console", None),
+        (["console", "tensorboard"], {"tensorboard": {}}),
+        (["wandb", "swanlab"], {"wandb": {"project": "p"}}),
+    ],
+)
+def test_verls_project_counts_where_its_numbers_go_to_wandb(logger, monitors):
+    trainer = {"project_name": "p"} | ({} if logger is None else {"logger": logger})
+    made = migrate({**of_verls_model(), "trainer": trainer})
+    assert made.table.get("monitors") == monitors and not made.unknown
+    named = [each for each in made.left_out if each.startswith("trainer.project_name")]
+    assert len(named) == ("wandb" not in (monitors or {}))
+    assert any("swanlab" in each for each in made.left_out) == ("swanlab" in (logger or []))
+
+
+@pytest.mark.parametrize(
+    ("report_to", "monitors"),
+    [
+        ("none", None),
+        ("all", {"wandb": {"project": "p"}}),
+        (["wandb"], {"wandb": {"project": "p"}}),
+        (["tensorboard", "mlflow"], {"tensorboard": {}}),
+    ],
+)
+def test_a_project_of_trl_counts_where_it_reports_to_wandb(report_to, monitors):
+    made = migrate({"learning_rate": 1.0, "wandb_project": "p", "report_to": report_to})
+    assert made.table.get("monitors") == monitors
+    assert any("mlflow" in each for each in made.left_out) == ("mlflow" in report_to)

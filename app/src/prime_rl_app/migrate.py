@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin
 
@@ -90,7 +91,8 @@ def _chosen(values: Mapping[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         is_name = isinstance(value, str | bool)
-        return values[value] if is_name and value in values else Left(why)
+        # A copy: other keys write into a table.
+        return deepcopy(values[value]) if is_name and value in values else Left(why)
 
     return convert
 
@@ -154,6 +156,13 @@ def _monitors(value: Any) -> Any:
     return Several({f"monitors.{name}": {} for name in known}) if known else Left()
 
 
+def _modules(value: Any) -> Any:
+    """Names of modules. A text is a regular expression of PEFT, or stands for all of them."""
+    if value in ("all-linear", ["all-linear"]):
+        return Left("as by default: every linear module")
+    return Left("a list of name endings here") if isinstance(value, str) else value
+
+
 def _hint(value: Any) -> Any:
     """For a key whose value says something else."""
     return Left()
@@ -212,6 +221,13 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "orchestrator.eval.skip_eval_on_resume": lambda value: not value,
     "orchestrator.*.source.env.agent.runtime.type": (
         lambda value: Left("as by default") if value == "subprocess" else value
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.model.lora.target_modules", "lora_target_modules"),
+            *("actor_rollout_ref.model.target_modules", "peft_config.target_modules"),
+        ),
+        _modules,
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _each_block,
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _hint,
@@ -576,9 +592,15 @@ def _of_trl(path: Path) -> Match | None:
 def _is_flat(table: Mapping[str, Any]) -> bool:
     """Whether it is a config of TRL or of Hugging Face's trainer: no tables but those that are the
     value of one of its arguments."""
-    tables = {name for name, value in table.items() if isinstance(value, dict)}
-    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - {"deepspeed"})
+    of_tables = {"deepspeed", "datasets"}
+    tables = {name for name, value in table.items() if _has_a_table(value)}
+    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - of_tables)
     return of_arguments and any(name in NAMES for name in table.keys() - tables)
+
+
+def _has_a_table(value: Any) -> bool:
+    inner = value if isinstance(value, list) else [value]
+    return any(isinstance(each, dict) for each in inner)
 
 
 SHARED = {
@@ -596,6 +618,8 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     config of a run."""
     if is_sft(table):
         return _as_run_of_sft(table)
+    if _is_evaluation(table):
+        return _as_run_that_evaluates(table)
     if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
         return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
     if any(name in table for name in (*PROCESSES, "actor_rollout_ref")) or _is_flat(table):
@@ -605,11 +629,9 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     if process is None:
         return dict(table)
     inner = {key: value for key, value in table.items() if _is_of(process, key, value)}
-    outer = {key: value for key, value in table.items() if key not in inner}
+    outer = _with_model({key: value for key, value in table.items() if key not in inner})
     model = outer.get("model")
-    if isinstance(model, str):  # of upstream's evaluations
-        outer["model"] = {"name": model}
-    elif isinstance(model, dict):
+    if isinstance(model, dict):
         outer["model"], of_process = _split_model(model)
         inner |= of_process
         if not outer["model"]:
@@ -618,6 +640,35 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     if process == "inference" and isinstance(served, str):
         outer.setdefault("model", {"name": served})
     return {**outer, process: inner}
+
+
+OF_EVALUATIONS = ("source", "num_examples")
+"""Keys at the top level of upstream's config of evaluations, which no other config has there."""
+
+
+def _is_evaluation(table: Mapping[str, Any]) -> bool:
+    """Whether it is a config of upstream's evaluations without a table ``[eval]``."""
+    if {"eval", "orchestrator", "trainer", "actor_rollout_ref"} & table.keys():
+        return False
+    is_text = isinstance(table.get("model"), str) and not _is_flat(table)
+    return is_text or not table.keys().isdisjoint(OF_EVALUATIONS)
+
+
+def _as_run_that_evaluates(table: Mapping[str, Any]) -> dict[str, Any]:
+    run = {
+        key: value
+        for key, value in table.items()
+        if key in SHARED
+        or any(is_ours(path) or look_up(path, PRIME_RL) for path, _ in leaf_paths({key: value}))
+    }
+    evaluation = {key: value for key, value in table.items() if key not in run}
+    return {**_with_model(run), "orchestrator": {"eval": evaluation}}
+
+
+def _with_model(run: dict[str, Any]) -> dict[str, Any]:
+    """Upstream's evaluations name the model by a text."""
+    model = run.get("model")
+    return {**run, "model": {"name": model}} if isinstance(model, str) else run
 
 
 def _split_model(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -861,6 +912,9 @@ def _spread(result: Migration) -> None:
             continue
         shared = envs.get(EVERY, {})
         entries = envs.get("", [])
+        alone = {key: value for key, value in envs.items() if key not in (EVERY, "")}
+        if not entries and (alone or "id" in shared):  # a table in place of a list of them
+            entries = [alone]
         if entries:
             group["env"] = [{**shared, **entry} for entry in entries]
             continue
@@ -942,6 +996,8 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
             put("seq_len", both, "prompt and completion together", of=[prompt])
     _fit_loss(result, whole)
     _fit_algorithm(result, whole)
+    _fit_lora(result, whole)
+    _fit_monitors(result, whole)
     steps_of_run = get(table, "max_steps")
     for key in ("warmup_ratio", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"):
         ratio = get(whole, key)
@@ -1029,6 +1085,58 @@ def _fit_algorithm(result: Migration, whole: Mapping[str, Any]) -> None:
     trainer = result.table.get("trainer")
     if name != "ppo" and isinstance(trainer, dict) and trainer.pop("heads", None):
         _leave_out(result, ("trainer.heads",), f"algorithm {name} reads no critic")
+
+
+def _fit_lora(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The adapter, where the other framework trains one: rank 0 is its word for none."""
+    lora = get(result.table, "trainer.lora")
+    if not isinstance(lora, dict):
+        return
+    rank = lora.get("rank")
+    is_trl = "lora_rank" not in whole and "peft_config" not in whole  # both have no switch
+    if isinstance(rank, int | float) and rank <= 0:
+        why = f"rank {_toml(rank)}: no adapter"
+    elif "actor_rollout_ref" in whole and rank is None:
+        why = "verl trains an adapter only where lora_rank is above 0"
+    elif _is_flat(whole) and is_trl and whole.get("use_peft") is not True:
+        why = "TRL trains an adapter only where use_peft = true"
+    else:
+        return
+    _remove(result, "trainer.lora", why)
+
+
+IN_ANY_CASE = ("console", "file", "none")
+"""Where verl's and TRL's numbers go besides: here they are always in the log and in files."""
+
+
+def _fit_monitors(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The project of W&B counts where its metrics go there. Other places are named."""
+    key = "trainer.logger" if "actor_rollout_ref" in whole else "report_to"
+    value = get(whole, key)
+    if value is None or (key == "report_to" and not _is_flat(whole)):
+        return
+    names = [
+        each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)
+    ]
+    if "wandb" not in names and "all" not in names:
+        _remove(result, "monitors.wandb", f"{key} has no wandb")
+    path = tuple(key.split("."))
+    others = [name for name in names if name not in ("wandb", "tensorboard", *IN_ANY_CASE)]
+    if path in result.carried:
+        why = "no such monitor; prime-rl plugins new makes a package for one"
+        result.left_out += [f"{_assigned(path, name)}: {why}" for name in others]
+
+
+def _remove(result: Migration, key: str, why: str) -> None:
+    """Take a table out of the result; what was carried to it is left out."""
+    *tables, name = key.split(".")
+    outer = get(result.table, ".".join(tables))
+    if not isinstance(outer, dict) or name not in outer:
+        return
+    del outer[name]
+    if not outer and len(tables) == 1:
+        del result.table[tables[0]]
+    _leave_out(result, (key,), why)
 
 
 def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:

@@ -206,6 +206,22 @@ def test_collectives_of_256_ranks_are_those_of_the_formula(
 
 
 @pytest.mark.slow
+def test_gathered_experts_stay_until_the_backward_pass_of_blocks_that_are_not_recomputed() -> None:
+    """Four ranks: with groups of two each has half of the experts, in bfloat16. The head comes
+    after all three layers, and a recomputed block has only its own."""
+
+    def gathered(region: str, **trainer: Any) -> int:
+        in_groups = measured(4, 3, expert_parallel=2, **trainer)["peaks"][region]["gathered"]
+        of_copy = measured(4, 3, expert_parallel=True, **trainer)["peaks"][region]["gathered"]
+        return int(in_groups - of_copy)
+
+    half = EXPERTS // 2 * HALF
+    assert gathered("top") == 3 * half
+    assert gathered("top", activation_checkpointing=1) == 0
+    assert gathered("middle", activation_checkpointing=1) == half
+
+
+@pytest.mark.slow
 def test_ranks_of_a_row_exchange_heads_and_hold_a_part_of_the_activations() -> None:
     """Forward: queries, keys and values to the ranks of their heads, and the output back; the
     same for gradients. Each rank sends its part of the tokens."""

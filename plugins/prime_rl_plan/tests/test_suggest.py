@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl_app.cli.app import app
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import places
@@ -323,3 +325,26 @@ def test_several_machines_need_a_launcher_that_uses_them(known_costs: None, tmp_
         for tables in (tomllib.loads(each["toml"]) for each in found)
     }
     assert len(divisions) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_experts", "ranks", "expected"),
+    [
+        ({}, 128, 8, ["true"]),
+        ({"lora": {"rank": 4}}, 128, 8, ["true"]),
+        ({"lora": {"rank": 4, "experts": True}}, 128, 8, ["true"]),
+        ({"expert_parallel": True}, 128, 8, []),  # tokens travel already
+        ({"compile": True}, 128, 8, []),
+        ({}, 0, 8, []),
+        ({}, 128, 6, []),
+        ({"dp_replicate": 3}, 128, 6, ["true"]),
+    ],
+)
+def test_tokens_travel_to_experts_where_a_run_allows_it_with_adapters_too(
+    trainer: dict[str, Any], num_experts: int, ranks: int, expected: list[str]
+) -> None:
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=TrainerConfig.model_validate(trainer)),
+        facts=SimpleNamespace(table={"num_experts": num_experts}),
+    )
+    assert [value for _, value in expert_groups(plan, ranks, nodes=1)] == expected

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.orchestrator import EvalSamplingConfig
+from prime_rl.env.authors import errors_of_env
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult, readable
 from prime_rl.env.loading import (
     agents_of,
@@ -83,13 +84,13 @@ class Examples:
 
     def _generate(self, index: int) -> None:
         """Advance the stream to ``index``, from the start if that row left the cache."""
-        # A generator has no way back: an earlier row is made again, from the start on.
-        if index < self._next or self._next == 0:
-            self._stream = enumerate(self._taskset)
-            self._next = 0
-
-        rows = itertools.islice(self._stream, index + 1 - self._next)
         try:
+            # A generator has no way back: an earlier row is made again, from the start on.
+            if index < self._next or self._next == 0:
+                self._stream = enumerate(self._taskset)
+                self._next = 0
+
+            rows = itertools.islice(self._stream, index + 1 - self._next)
             for position, task in rows:
                 self._tasks[position] = task
                 if len(self._tasks) > self.KEPT:
@@ -215,9 +216,12 @@ class Environment:
         """Episodes at once in one process; others wait. None: any number."""
         self.fixed_seats = fixed_seats(self._env.config)
         """Seats that a model of their own plays."""
-        self.examples = Examples(self._env.taskset)
+        where = f"env {settings.label!r}"
+        taskset = self._env.taskset
+        expected = f"{type(taskset).__name__}.load did not return or yield tasks of verifiers"
+        with errors_of_env(where, expected):
+            self.examples = Examples(taskset)
         if self.examples.count == 0:
-            where = f"env {settings.label!r}"
             raise ConfigError(f"{where}: the taskset has no examples; check its args")
 
         self._slots: asyncio.Semaphore | None = None
