@@ -1068,3 +1068,88 @@ def test_an_env_written_as_one_table_is_not_lost():
     made = migrate({"orchestrator": {"train": {"env": env}, "eval": {"env": env, "interval": 5}}})
     assert made.table["orchestrator"]["train"]["env"] == [env]
     assert made.table["orchestrator"]["eval"]["env"] == [{**env, "interval": 5}]
+
+
+def of_verls_model(**model):
+    return {"actor_rollout_ref": {"model": {"path": "a/b", **model}, "rollout": {"n": 8}}}
+
+
+@pytest.mark.parametrize(
+    ("table", "lora"),
+    [
+        (of_verls_model(lora_rank=0, lora_alpha=16, target_modules="all-linear"), None),
+        (of_verls_model(lora_alpha=16, target_modules=["q_proj"]), None),
+        (of_verls_model(lora_rank=None, lora_alpha=16), None),
+        (of_verls_model(lora_rank=-1), None),
+        (
+            of_verls_model(lora_rank=8, lora_alpha=16, target_modules="all-linear"),
+            {"rank": 8, "alpha": 16},
+        ),
+        (
+            of_verls_model(lora_rank=8, target_modules=["q_proj"]),
+            {"rank": 8, "target_modules": ["q_proj"]},
+        ),
+        ({"learning_rate": 1.0, "lora_r": 0}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "lora_alpha": 32}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "use_peft": False}, None),
+        ({"learning_rate": 1.0, "lora_r": 0, "use_peft": True}, None),
+        ({"learning_rate": 1.0, "lora_r": 8, "use_peft": True}, {"rank": 8}),
+        ({"learning_rate": 1.0, "use_peft": True}, {}),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "use_rslora": True},
+            {"use_rslora": True},
+        ),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "lora_target_modules": ["all-linear"]},
+            {},
+        ),
+        ({"actor_learning_rate": 1.0, "lora_rank": 8}, {"rank": 8}),  # of OpenRLHF
+        ({"actor_learning_rate": 1.0, "lora_rank": 0, "lora_alpha": 16}, None),
+        ({"learning_rate": 1.0, "peft_config": {"r": 8, "lora_alpha": 4}}, {"rank": 8, "alpha": 4}),
+        ({"model": {"name": "a/b"}, "trainer": {"model": {"lora": {"rank": 0}}}}, None),
+    ],
+)
+def test_an_adapter_is_there_where_the_other_framework_trains_one(table, lora):
+    made = migrate(table)
+    assert made.table.get("trainer", {}).get("lora") == lora
+    assert not made.unknown
+    if lora is None:
+        assert not any("trainer.lora" in each for names in made.carried.values() for each in names)
+    accepted(table)
+
+
+@pytest.mark.parametrize(
+    ("logger", "monitors"),
+    [
+        (None, {"wandb": {"project": "p"}}),  # console and wandb by default
+        (["console", "wandb"], {"wandb": {"project": "p"}}),
+        ("wandb", {"wandb": {"project": "p"}}),
+        (["console"], None),
+        ([], None),
+        ("console", None),
+        (["console", "tensorboard"], {"tensorboard": {}}),
+        (["wandb", "swanlab"], {"wandb": {"project": "p"}}),
+    ],
+)
+def test_verls_project_counts_where_its_numbers_go_to_wandb(logger, monitors):
+    trainer = {"project_name": "p"} | ({} if logger is None else {"logger": logger})
+    made = migrate({**of_verls_model(), "trainer": trainer})
+    assert made.table.get("monitors") == monitors and not made.unknown
+    named = [each for each in made.left_out if each.startswith("trainer.project_name")]
+    assert len(named) == ("wandb" not in (monitors or {}))
+    assert any("swanlab" in each for each in made.left_out) == ("swanlab" in (logger or []))
+
+
+@pytest.mark.parametrize(
+    ("report_to", "monitors"),
+    [
+        ("none", None),
+        ("all", {"wandb": {"project": "p"}}),
+        (["wandb"], {"wandb": {"project": "p"}}),
+        (["tensorboard", "mlflow"], {"tensorboard": {}}),
+    ],
+)
+def test_a_project_of_trl_counts_where_it_reports_to_wandb(report_to, monitors):
+    made = migrate({"learning_rate": 1.0, "wandb_project": "p", "report_to": report_to})
+    assert made.table.get("monitors") == monitors
+    assert any("mlflow" in each for each in made.left_out) == ("mlflow" in report_to)

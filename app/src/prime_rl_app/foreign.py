@@ -927,10 +927,14 @@ TRL: dict[str, Foreign] = {
     "peft_config.r": Foreign("trainer.lora.rank", _LORA),
     "peft_config.lora_alpha": Foreign("trainer.lora.alpha", _LORA),
     "peft_config.target_modules": Foreign("trainer.lora.target_modules", _LORA),
+    "peft_config.use_rslora": Foreign("trainer.lora.use_rslora", _LORA),
+    "peft_config.modules_to_save": Foreign("trainer.lora.modules_to_save", _LORA),
+    "use_rslora": Foreign("trainer.lora.use_rslora", _LORA),
+    "lora_modules_to_save": Foreign("trainer.lora.modules_to_save", _LORA),
     "peft_config.**": Foreign(None, "[trainer.lora] has the keys of an adapter"),
     **_alike(
         Foreign(None, "[trainer.lora] has the keys of an adapter"),
-        "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
+        "lora_target_parameters lora_task_type use_dora",
     ),
     **_alike(
         Foreign(None, "weights are trained in full precision"),

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin
 
@@ -90,7 +91,8 @@ def _chosen(values: Mapping[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         is_name = isinstance(value, str | bool)
-        return values[value] if is_name and value in values else Left(why)
+        # A copy: other keys write into a table.
+        return deepcopy(values[value]) if is_name and value in values else Left(why)
 
     return convert
 
@@ -154,6 +156,13 @@ def _monitors(value: Any) -> Any:
     return Several({f"monitors.{name}": {} for name in known}) if known else Left()
 
 
+def _modules(value: Any) -> Any:
+    """Names of modules. A text is a regular expression of PEFT, or stands for all of them."""
+    if value in ("all-linear", ["all-linear"]):
+        return Left("as by default: every linear module")
+    return Left("a list of name endings here") if isinstance(value, str) else value
+
+
 def _hint(value: Any) -> Any:
     """For a key whose value says something else."""
     return Left()
@@ -212,6 +221,13 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "orchestrator.eval.skip_eval_on_resume": lambda value: not value,
     "orchestrator.*.source.env.agent.runtime.type": (
         lambda value: Left("as by default") if value == "subprocess" else value
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.model.lora.target_modules", "lora_target_modules"),
+            *("actor_rollout_ref.model.target_modules", "peft_config.target_modules"),
+        ),
+        _modules,
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _each_block,
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _hint,
@@ -980,6 +996,8 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
             put("seq_len", both, "prompt and completion together", of=[prompt])
     _fit_loss(result, whole)
     _fit_algorithm(result, whole)
+    _fit_lora(result, whole)
+    _fit_monitors(result, whole)
     steps_of_run = get(table, "max_steps")
     for key in ("warmup_ratio", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"):
         ratio = get(whole, key)
@@ -1067,6 +1085,58 @@ def _fit_algorithm(result: Migration, whole: Mapping[str, Any]) -> None:
     trainer = result.table.get("trainer")
     if name != "ppo" and isinstance(trainer, dict) and trainer.pop("heads", None):
         _leave_out(result, ("trainer.heads",), f"algorithm {name} reads no critic")
+
+
+def _fit_lora(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The adapter, where the other framework trains one: rank 0 is its word for none."""
+    lora = get(result.table, "trainer.lora")
+    if not isinstance(lora, dict):
+        return
+    rank = lora.get("rank")
+    is_trl = "lora_rank" not in whole and "peft_config" not in whole  # both have no switch
+    if isinstance(rank, int | float) and rank <= 0:
+        why = f"rank {_toml(rank)}: no adapter"
+    elif "actor_rollout_ref" in whole and rank is None:
+        why = "verl trains an adapter only where lora_rank is above 0"
+    elif _is_flat(whole) and is_trl and whole.get("use_peft") is not True:
+        why = "TRL trains an adapter only where use_peft = true"
+    else:
+        return
+    _remove(result, "trainer.lora", why)
+
+
+IN_ANY_CASE = ("console", "file", "none")
+"""Where verl's and TRL's numbers go besides: here they are always in the log and in files."""
+
+
+def _fit_monitors(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The project of W&B counts where its metrics go there. Other places are named."""
+    key = "trainer.logger" if "actor_rollout_ref" in whole else "report_to"
+    value = get(whole, key)
+    if value is None or (key == "report_to" and not _is_flat(whole)):
+        return
+    names = [
+        each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)
+    ]
+    if "wandb" not in names and "all" not in names:
+        _remove(result, "monitors.wandb", f"{key} has no wandb")
+    path = tuple(key.split("."))
+    others = [name for name in names if name not in ("wandb", "tensorboard", *IN_ANY_CASE)]
+    if path in result.carried:
+        why = "no such monitor; prime-rl plugins new makes a package for one"
+        result.left_out += [f"{_assigned(path, name)}: {why}" for name in others]
+
+
+def _remove(result: Migration, key: str, why: str) -> None:
+    """Take a table out of the result; what was carried to it is left out."""
+    *tables, name = key.split(".")
+    outer = get(result.table, ".".join(tables))
+    if not isinstance(outer, dict) or name not in outer:
+        return
+    del outer[name]
+    if not outer and len(tables) == 1:
+        del result.table[tables[0]]
+    _leave_out(result, (key,), why)
 
 
 def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:
