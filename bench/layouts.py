@@ -49,6 +49,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, list[str]]]] = {
             "own": ["--trainer.expert_parallel=true"],
         },
     ),
+    "qwen3_30b_a3b_32k": (
+        "4x8xH100-80",
+        {
+            "gathered": ["--trainer.expert_parallel=false"],
+            "machine": ["--trainer.expert_parallel=8"],
+            "both": ["--trainer.expert_parallel=true"],
+        },
+    ),
 }
 """Machines and overrides of each layout, by recipe."""
 
@@ -83,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record(f"layouts.{recipe}.{name}.step", minutes, "min")
             record(f"layouts.{recipe}.{name}.train", planned["seconds"]["train"] / 60, "min")
             record(f"layouts.{recipe}.{name}.memory", memory, "GiB")
+            network = planned["seconds"].get("network", 0.0)
+            record(f"layouts.{recipe}.{name}.network", network / 60, "min")
     return 0
 
 

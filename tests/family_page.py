@@ -46,7 +46,7 @@ means:
   code too.
 
 Text only: there is no training on images, so the language model of a vision family is what works.
-Experts are sharded like other weights; `trainer.expert_parallel` keeps them on their ranks.
+Experts are sharded like other weights; with `trainer.expert_parallel` tokens travel to them.
 
 A family that is not in the table works if it passes the checks at start-up. Otherwise they refuse
 it before training starts, with the reason and the fix.

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
-from loopback import listening
+from loopback import Server
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
@@ -22,16 +22,34 @@ class Engine:
 
     def __init__(self, version=0, model="m"):
         self.version, self.calls, self.refuse, self.model = version, [], {}, model
-        self.away = self.mute = self.pauses_itself = False
+        self.server, self.away = None, False
+        self.dropped = 0  # connections to drop before it answers again
+        self.mute = self.pauses_itself = False
         self.paused_seconds = None
         self.looks = self.muted = 0
         self.hold = asyncio.Event()
         self.hold.set()
 
+    @property
+    def away(self):
+        """Its process has ended: connections end, and nothing listens at its address."""
+        return self._away
+
+    @away.setter
+    def away(self, away):
+        if self.server is not None and away != self._away:
+            if away:
+                self.server.refuse()
+            else:
+                self.server.accept()
+        self._away = away
+
     async def handle(self, request):
         self.looks += request.path == "/health"
-        if self.away:
+        if self.away or self.dropped > 0:
+            self.dropped -= not self.away
             request.transport.abort()
+            await asyncio.Event().wait()  # aiohttp cancels the handler of an ended connection
         if self.mute:
             self.muted += request.path == "/health"
             await asyncio.sleep(60)
@@ -68,8 +86,15 @@ class Engine:
 async def serving(engine):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    async with listening(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
-        yield url
+    engine.server = Server(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await engine.server.ready()
+    if engine.away:
+        engine.server.refuse()
+    try:
+        yield engine.server.url
+    finally:
+        await engine.server.close()
+        engine.server = None
 
 
 @asynccontextmanager

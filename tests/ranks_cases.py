@@ -212,7 +212,11 @@ def do(job: dict[str, Any]) -> None:
     model_dir = resume.weights if resume else Path(job["model"])
     torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
     hooks = load_plugins(TRAINER_GROUP)
-    model = load_model(model_dir, config, make_tuning(config.settings, hooks))
+    tuning = make_tuning(config.settings, hooks)
+    adapter = resume.weights if resume and tuning else None
+    if adapter is not None:  # a checkpoint has the adapter alone
+        model_dir = Path(job["model"])
+    model = load_model(model_dir, config, tuning, adapter)
     observers = make_observers(config.settings, hooks)
     loss = {"old_ratio": OldRatio, "anchored": Anchored}.get(job.get("loss", ""), Ratio)
     losses = installed_losses().with_rl(loss(PluginConfig()))

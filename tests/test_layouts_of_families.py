@@ -17,19 +17,26 @@ import ranks_cases
 import torch
 import warm
 from family_models import FAMILIES, Family
+from safetensors.torch import load_file
 from trainer_fixtures import kernel_of, maker_of
 
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_tuning
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
+from prime_rl.trainer.published import published_tensors
 from prime_rl.trainer.rank import Rank
 from prime_rl.wire import MicroBatch
 from prime_rl.wire.micro_batch import decode_batch
 
 NUM_RANKS = 4
 NUM_DRAWS = 18
+NUM_ADAPTED = 12
+"""Draws after these, which train adapters."""
 EIGHT = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
 MIXTURES = [
     replace(family, settings=family.settings | EIGHT)
@@ -75,7 +82,7 @@ def drawn(number: int) -> Draw:
         # Adam would magnify the rounding of sums in another order.
         "optim": {"type": "sgd", "lr": 1e-2, "max_norm": 0.5},
         "context_parallel": num_ranks_of_a_row,
-        "expert_parallel": rng.random() < 0.7,
+        "expert_parallel": rng.choice([False, True, 2, 2]),
         "dp_replicate": rng.choice([1, 1, 2]),
         "minibatches": rng.choice([1, 1, 2]),
         "share_prompts": rng.random() < 0.6,
@@ -87,10 +94,22 @@ def drawn(number: int) -> Draw:
     }
     family = MIXTURES[number % len(MIXTURES)]
     trainer["balance_bias"] = rng.choice([0.0, 0.01]) if family.name in WITH_BIASES else 0.0
+    if number >= NUM_DRAWS:
+        # Each family once with frozen experts, and once with an adapter on each.
+        of_experts = number // len(MIXTURES) % 2 == 1
+        rank = rng.choice([2, 3, 8])
+        trainer["lora"] = {"rank": rank, "alpha": 6, "experts": of_experts}
+        trainer["expert_parallel"] = rng.choice([True, 2])
+        trainer["balance_bias"] = 0.0  # refused: adapters have none
+        # The refusals of the other draws.
+        if family.name in WITH_BIASES:
+            trainer["balance_loss"] = 0.0
+        if family.name == "GPT-OSS":
+            trainer["context_parallel"] = 1
     return Draw(number=number, family=family, trainer=trainer)
 
 
-DRAWS = [drawn(number) for number in range(NUM_DRAWS)]
+DRAWS = [drawn(number) for number in range(NUM_DRAWS + NUM_ADAPTED)]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +158,10 @@ def trained_on_one_rank(model_dir: Path, draw: Draw) -> tuple[Trainer, list[dict
     config = layout.model_copy(
         update={"context_parallel": 1, "expert_parallel": False, "dp_replicate": 1}
     )
+    torch.manual_seed(0)  # as the ranks: an adapter begins with random numbers
+    tuning = make_tuning(config.settings, load_plugins(TRAINER_GROUP))
     trainer = Trainer(
-        load_model(model_dir, config),
+        load_model(model_dir, config, tuning),
         installed_losses().with_rl(ranks_cases.Ratio(PluginConfig())),
         config,
         ranks_cases.LAST,
@@ -172,6 +193,10 @@ def test_four_ranks_train_what_one_rank_trains(runs: Path, draw: Draw) -> None:
             if key in expected:
                 assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
 
+    if "lora" in draw.trainer:
+        check_adapter(run / "broadcasts/step_3/adapter_model.safetensors", trainer)
+        return
+
     shutil.copy(runs / draw.family.name / "config.json", run / "broadcasts/step_3")
     published = load_model(run / "broadcasts/step_3", trainer.config)
     start = dict(load_model(runs / draw.family.name, trainer.config).named_parameters())
@@ -185,8 +210,26 @@ def test_four_ranks_train_what_one_rank_trains(runs: Path, draw: Draw) -> None:
     assert max(moved) > 1e-4
 
 
+def check_adapter(file: Path, trainer: Trainer) -> None:
+    """A published adapter is that of a trainer on one rank."""
+    found = load_file(file)
+    expected = published_tensors(trainer.model)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.detach(), rtol=0, atol=2e-6, msg=name)
+    # B begins at zero.
+    moved = [float(each.abs().max()) for name, each in found.items() if "lora_B" in name]
+    assert min(moved) > 1e-5
+
+
 def test_the_draws_cover_what_layouts_differ_in() -> None:
     """Every setting in both states, by more than one family, and refusals beside runs."""
+    adapted = [draw for draw in DRAWS if "lora" in draw.trainer]
+    assert not any(draw.refusal for draw in adapted)
+    for of_experts in (False, True):
+        names = {d.family.name for d in adapted if d.trainer["lora"]["experts"] is of_experts}
+        assert names == {family.name for family in MIXTURES}
+
     for key in DRAWS[0].trainer.keys() - {"optim"}:
         for value in {str(draw.trainer[key]) for draw in DRAWS}:
             names = {draw.family.name for draw in DRAWS if str(draw.trainer[key]) == value}
@@ -196,4 +239,4 @@ def test_the_draws_cover_what_layouts_differ_in() -> None:
     training = [draw for draw in DRAWS if not draw.refusal]
     assert {draw.family.name for draw in training} == {family.name for family in MIXTURES}
     assert APART in refusals and any("bias" in refusal for refusal in refusals)
-    assert refusals.count("") > NUM_DRAWS / 2
+    assert refusals.count("") > len(DRAWS) / 2

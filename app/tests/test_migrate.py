@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError
 from prime_rl_app.cli import main
-from prime_rl_app.config import build_config
+from prime_rl_app.config import build_config, merge
 from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys
 from prime_rl_app.migrate import (
     DIFFERENCES,
@@ -802,3 +803,353 @@ def test_a_compiled_trainer_gives_way_to_router_replay():
     made = migrate({"model": {"name": "a/b"}, "trainer": trainer, "orchestrator": {}})
     assert made.table["trainer"] == {"router_replay": True}
     assert any("trainer.router_replay needs" in each for each in made.left_out)
+
+
+def nested(key, value):
+    """A table with one value at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+NULLABLE = {
+    "upstream": [
+        *("output_dir", "max_steps", "run.name", "monitors.wandb.project", "ckpt.interval"),
+        *("trainer.optim.max_norm", "inference.vllm.max_model_len", "env_vars.MY_PATH"),
+        "deployment.num_train_gpus",
+    ],
+    "trl": [
+        *("output_dir", "run_name", "max_grad_norm", "epsilon", "epsilon_high", "beta"),
+        *("max_completion_length", "generation_kwargs.stop", "eval_on_start", "loss_type"),
+        *("report_to", "use_vllm", "lora_r", "lora_target_modules"),
+    ],
+    "verl": [
+        *("trainer.project_name", "trainer.logger", "trainer.total_training_steps"),
+        *("trainer.val_before_train", "algorithm.adv_estimator", "data.max_response_length"),
+        *("actor_rollout_ref.rollout.max_model_len", "actor_rollout_ref.actor.grad_clip"),
+        *("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio"),
+        *("actor_rollout_ref.actor.optim.betas", "actor_rollout_ref.actor.entropy_coeff"),
+    ],
+}
+OTHERWISE = {
+    "upstream": {"model": {"name": "a/b"}, "orchestrator": {"seed": 1}},
+    "trl": {"learning_rate": 1e-6},
+    "verl": {"actor_rollout_ref": {"model": {"path": "a/b"}}},
+}
+
+
+@pytest.mark.parametrize(("null", "shown"), [(None, "null"), ("None", '"None"')])
+@pytest.mark.parametrize(
+    ("source", "key"), [(source, key) for source, keys in NULLABLE.items() for key in keys]
+)
+def test_a_null_is_left_out_as_no_value(source, key, null, shown):
+    made = migrate(merge(OTHERWISE[source], nested(key, null)))
+    assert made.table == migrate(OTHERWISE[source]).table
+    assert f"{key} = {shown}: no value, as by default" in made.left_out
+    assert not made.unknown
+
+
+def test_a_list_with_a_null_is_left_out():
+    betas = nested("actor_rollout_ref.actor.optim.betas", [None, 0.9])
+    made = migrate(merge(OTHERWISE["verl"], betas))
+    assert "optim" not in made.table.get("trainer", {})
+    key = "actor_rollout_ref.actor.optim.betas"
+    assert f"{key} = [null, 0.9]: TOML has no null, and so no list with one" in made.left_out
+
+
+def test_a_null_in_the_arguments_of_an_env_is_left_out():
+    args = {"first": None, "choices": ["a", None], "judge": {"name": None, "tries": 2}}
+    made = migrate({"orchestrator": {"train": {"env": [{"id": "x", "args": args}, None]}}})
+    assert made.table["orchestrator"]["train"]["env"] == [
+        {"id": "x", "args": {"judge": {"tries": 2}}}
+    ]
+    assert len(made.left_out) == 4 and not made.unknown
+
+
+def test_a_null_switches_off_what_upstream_has_on():
+    off = {"trainer": {"model": {"compile": "None", "ac": None}}}
+    made = migrate(off).table["trainer"]
+    assert made == {"compile": False, "activation_checkpointing": 0}
+
+
+OF_A_TRAINER = """
+max_steps = 500
+[model]
+name = "a/b"
+attn = "flash_attention_2"
+cp = 2
+seq_len = 4096
+[model.lora]
+rank = 8
+[model.ac]
+[model.compile]
+[model.moe.dispatch]
+type = "torch"
+"""
+
+
+@pytest.mark.parametrize("more", ["", "[optim]\nlr = 1e-5\n", "dist_timeout_seconds = 5\n"])
+def test_a_config_of_the_trainer_alone_has_the_trainers_model(more):
+    made = migrate({**tomllib.loads(OF_A_TRAINER), **tomllib.loads(more)})
+    trainer = made.table["trainer"]
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    optim = trainer.pop("optim", None)
+    assert optim == ({"lr": 1e-5} if "optim" in more else None)
+    assert trainer == {
+        "context_parallel": 2,
+        "micro_batch_tokens": 4096,
+        "lora": {"rank": 8},
+        "activation_checkpointing": 1,
+        "compile": True,
+    }
+    left = "\n".join(made.left_out)
+    assert "trainer.model.attn = " in left and "trainer.model.moe.dispatch.type = " in left
+
+
+def test_keys_of_the_trainers_model_are_known_in_the_model_of_a_run():
+    table = tomllib.loads(OF_A_TRAINER + "[trainer.optim]\nlr = 1e-5\n")
+    del table["model"]["moe"]
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["trainer"]["lora"] == {"rank": 8}
+    assert made.table["trainer"]["context_parallel"] == 2
+
+
+def test_a_config_of_engines_alone_has_their_model():
+    table = {
+        "gpu_memory_utilization": 0.8,
+        "model": {"name": "a/b", "enforce_eager": True, "max_model_len": 4096},
+        "server": {"port": 8001},
+        "parallel": {"tp": 2},
+        "deployment": {"type": "single_node"},
+    }
+    made = migrate(table)
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    vllm = {"gpu_memory_utilization": 0.8, "enforce_eager": True, "tensor_parallel_size": 2}
+    engine = {"engine": "vllm", "port": 8001, "max_model_len": 4096}
+    assert made.table["inference"] == {**engine, "vllm": vllm}
+
+
+def run_migrate(monkeypatch, capsys, *words):
+    """Exit code, standard output and error output of the command."""
+    monkeypatch.setattr("sys.argv", ["prime-rl", "migrate", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    return end.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none/mine.toml", "no such folder"),
+        ("rl.toml/mine.toml", "cannot be written: Not a directory"),
+        ("rl.toml", "exists already. Give another name, or delete it."),
+        (".", "exists already. Give another name, or delete it."),
+        ("mine.sbatch", "the name of the batch file. Give another name."),
+        ("mine.toml", "exists already. Give another name, or delete it."),  # its batch file does
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys, name, why):
+    monkeypatch.chdir(tmp_path)
+    Path("rl.toml").write_text(SLURM)
+    if name == "mine.toml":
+        Path("mine.sbatch").write_text("kept")
+    before = sorted(tmp_path.iterdir())
+    code, _, said = run_migrate(monkeypatch, capsys, "rl.toml", "-o", name)
+    assert code == 2
+    file = "mine.sbatch" if name == "mine.toml" else name
+    assert said == f"error: -o {file}: {why}\n"
+    assert sorted(tmp_path.iterdir()) == before
+    assert Path("rl.toml").read_text() == SLURM
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize(
+    "data", [None, "folder", b"\xff\xfe", b"[[[", b"- 1", b"{", b"", b"a: &a [*a]"], ids=repr
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, capsys, suffix, data):
+    pytest.importorskip("yaml")
+    file = tmp_path / f"theirs{suffix}"
+    if data == "folder":
+        file.mkdir()
+    elif data is not None:
+        file.write_bytes(data)
+    code, _, said = run_migrate(monkeypatch, capsys, file)
+    if (suffix, data) == (".toml", b""):
+        assert code == 0
+    else:
+        assert code == 2 and said.startswith(f"error: {file}") and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {1: x}", "a: the key 1 is no text. Write it in quotes."),
+        ("on: x", "the key True is no text. Write it in quotes."),
+        ("a: [!!binary aGk=]", "a.0: TOML has no value of type bytes"),
+        (r'a: "\ud800"', "a: 'utf-8' codec can't encode"),
+        ("a: !!set {x}", "a: TOML has no value of type set"),
+    ],
+)
+def test_yaml_that_is_no_toml_is_refused_by_name(tmp_path, text, said):
+    from prime_rl_app.cli.migrate import read
+
+    pytest.importorskip("yaml")
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: not a YAML file: {said}")):
+        read(file)
+
+
+EVALUATION = """
+model = "a/b"
+num_examples = 20
+group_size = 3
+[client]
+base_url = "http://a/v1"
+[sampling]
+max_completion_tokens = 512
+"""
+EVALUATED = {
+    "source": """
+[[source]]
+name = "search"
+env.taskset.id = "wiki"
+env.agent.harness.id = "null"
+""",
+    "env": '[[env]]\nid = "wiki"\nname = "search"\nharness.id = "null"\n',
+}
+
+
+@pytest.mark.parametrize("form", EVALUATED)
+def test_evaluations_at_the_top_level_are_those_of_the_table_eval(form):
+    table = tomllib.loads(EVALUATION + EVALUATED[form])
+    made = migrate(table)
+    model = table.pop("model")
+    assert made == migrate({"model": model, "eval": table})
+    assert made.table["model"] == {"name": "a/b"} and not made.unknown
+    assert made.table["orchestrator"]["eval"] == {
+        "sampling": {"max_completion_tokens": 512},
+        "env": [
+            {
+                "id": "wiki",
+                "name": "search",
+                "harness": {"id": "null"},
+                "num_examples": 20,
+                "group_size": 3,
+            }
+        ],
+    }
+    assert any("prime-rl eval --base-url" in each for each in made.left_out)
+
+
+@pytest.mark.parametrize(
+    "env", ['[environment]\nid = "y"\n', '[env]\nid = "y"\n', '[[env]]\nid = "y"\n']
+)
+def test_a_config_of_the_orchestrator_alone_keeps_its_sampling(env):
+    top = "batch_size = 8\nrollouts_per_example = 4\n"
+    table = tomllib.loads(f"{top}[sampling]\ntemperature = 0.6\nmax_tokens = 64\n{env}")
+    for model in ({}, {"model": {"name": "a/b"}}):
+        made = migrate({**table, **model})
+        assert made.table["orchestrator"] == {
+            "batch_size": 8,
+            "group_size": 4,
+            "train": {
+                "sampling": {"temperature": 0.6, "max_completion_tokens": 64},
+                "env": [{"id": "y"}],
+            },
+        }
+        assert not made.unknown and not made.left_out
+
+
+def test_an_env_written_as_one_table_is_not_lost():
+    env = {"id": "x", "args": {"depth": 2}}
+    made = migrate({"orchestrator": {"train": {"env": env}, "eval": {"env": env, "interval": 5}}})
+    assert made.table["orchestrator"]["train"]["env"] == [env]
+    assert made.table["orchestrator"]["eval"]["env"] == [{**env, "interval": 5}]
+
+
+def of_verls_model(**model):
+    return {"actor_rollout_ref": {"model": {"path": "a/b", **model}, "rollout": {"n": 8}}}
+
+
+@pytest.mark.parametrize(
+    ("table", "lora"),
+    [
+        (of_verls_model(lora_rank=0, lora_alpha=16, target_modules="all-linear"), None),
+        (of_verls_model(lora_alpha=16, target_modules=["q_proj"]), None),
+        (of_verls_model(lora_rank=None, lora_alpha=16), None),
+        (of_verls_model(lora_rank=-1), None),
+        (
+            of_verls_model(lora_rank=8, lora_alpha=16, target_modules="all-linear"),
+            {"rank": 8, "alpha": 16},
+        ),
+        (
+            of_verls_model(lora_rank=8, target_modules=["q_proj"]),
+            {"rank": 8, "target_modules": ["q_proj"]},
+        ),
+        ({"learning_rate": 1.0, "lora_r": 0}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "lora_alpha": 32}, None),
+        ({"learning_rate": 1.0, "lora_r": 16, "use_peft": False}, None),
+        ({"learning_rate": 1.0, "lora_r": 0, "use_peft": True}, None),
+        ({"learning_rate": 1.0, "lora_r": 8, "use_peft": True}, {"rank": 8}),
+        ({"learning_rate": 1.0, "use_peft": True}, {}),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "use_rslora": True},
+            {"use_rslora": True},
+        ),
+        (
+            {"learning_rate": 1.0, "use_peft": True, "lora_target_modules": ["all-linear"]},
+            {},
+        ),
+        ({"actor_learning_rate": 1.0, "lora_rank": 8}, {"rank": 8}),  # of OpenRLHF
+        ({"actor_learning_rate": 1.0, "lora_rank": 0, "lora_alpha": 16}, None),
+        ({"learning_rate": 1.0, "peft_config": {"r": 8, "lora_alpha": 4}}, {"rank": 8, "alpha": 4}),
+        ({"model": {"name": "a/b"}, "trainer": {"model": {"lora": {"rank": 0}}}}, None),
+    ],
+)
+def test_an_adapter_is_there_where_the_other_framework_trains_one(table, lora):
+    made = migrate(table)
+    assert made.table.get("trainer", {}).get("lora") == lora
+    assert not made.unknown
+    if lora is None:
+        assert not any("trainer.lora" in each for names in made.carried.values() for each in names)
+    accepted(table)
+
+
+@pytest.mark.parametrize(
+    ("logger", "monitors"),
+    [
+        (None, {"wandb": {"project": "p"}}),  # console and wandb by default
+        (["console", "wandb"], {"wandb": {"project": "p"}}),
+        ("wandb", {"wandb": {"project": "p"}}),
+        (["console"], None),
+        ([], None),
+        ("console", None),
+        (["console", "tensorboard"], {"tensorboard": {}}),
+        (["wandb", "swanlab"], {"wandb": {"project": "p"}}),
+    ],
+)
+def test_verls_project_counts_where_its_numbers_go_to_wandb(logger, monitors):
+    trainer = {"project_name": "p"} | ({} if logger is None else {"logger": logger})
+    made = migrate({**of_verls_model(), "trainer": trainer})
+    assert made.table.get("monitors") == monitors and not made.unknown
+    named = [each for each in made.left_out if each.startswith("trainer.project_name")]
+    assert len(named) == ("wandb" not in (monitors or {}))
+    assert any("swanlab" in each for each in made.left_out) == ("swanlab" in (logger or []))
+
+
+@pytest.mark.parametrize(
+    ("report_to", "monitors"),
+    [
+        ("none", None),
+        ("all", {"wandb": {"project": "p"}}),
+        (["wandb"], {"wandb": {"project": "p"}}),
+        (["tensorboard", "mlflow"], {"tensorboard": {}}),
+    ],
+)
+def test_a_project_of_trl_counts_where_it_reports_to_wandb(report_to, monitors):
+    made = migrate({"learning_rate": 1.0, "wandb_project": "p", "report_to": report_to})
+    assert made.table.get("monitors") == monitors
+    assert any("mlflow" in each for each in made.left_out) == ("mlflow" in report_to)

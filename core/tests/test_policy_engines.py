@@ -112,6 +112,34 @@ async def test_scores_come_from_where_the_group_was_sampled_salted_by_the_presen
     assert [body["cache_salt"] for body in engines[1].asked] == ["3", "4"]
 
 
+async def test_a_request_to_the_live_policy_may_take_any_time_and_ends_when_its_engine_is_lost():
+    async with fleet_of(Scoring()) as fleet:
+        limits = []
+
+        async def note(request):
+            if request.url.path == "/inference/v1/generate":
+                limits.append(request.extensions["timeout"])
+
+        fleet.engines[0].client._http.event_hooks["request"].append(note)
+        assert (await PromptScorer(fleet, "m").logprobs([1, 2])).tolist() == [0.0, -0.25]
+    assert [(each["connect"], each["read"]) for each in limits] == [(10.0, None)]
+
+    class Endless(Scoring):
+        async def handle(self, request):
+            if request.path == "/inference/v1/generate":
+                self.asked.append(None)
+                await asyncio.Event().wait()
+            return await super().handle(request)
+
+    endless = Endless()
+    async with fleet_of(endless, Scoring()) as fleet:
+        scores = PromptScorer(fleet, "m")
+        asking = asyncio.create_task(scores.logprobs([1, 2]))
+        await until(lambda: endless.asked)
+        fleet.follow([fleet.engines[1].url])
+        assert (await asking).tolist() == [0.0, -0.25]
+
+
 async def test_scores_wait_while_the_engines_sleep():
     engine = Scoring()
     async with fleet_of(engine) as fleet:

@@ -29,9 +29,8 @@ class Foreign(NamedTuple):
 
 
 DROPOUT = "the trainer has no dropout: tokens are sampled without it"
-MOE = "trainer.expert_parallel = true spreads the experts over all ranks of a copy (dp_replicate)"
 ROUTER = "the run spreads its requests over the replicas by itself"
-DISAGGREGATED = "no prefill and decode on separate engines (docs/vllm.md); set inference.replicas"
+DISAGGREGATED = "set inference.vllm.prefill_engines: prompts are computed on GPUs of their own"
 OFFLOAD = 'trainer.optim.type = "adamw_offload" keeps the moments of AdamW in host memory'
 ONE_DATA_SET = "[sft] trains on one data set; join them before"
 PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
@@ -167,8 +166,8 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     "trainer.model.impl": Foreign(None, "models are those of transformers"),
     "trainer.model.dp_replicate": Foreign("trainer.dp_replicate"),
-    "trainer.model.ep": Foreign(None, MOE),
-    "trainer.model.ep_comm_backend": Foreign(None, MOE),
+    "trainer.model.ep": Foreign("trainer.expert_parallel"),
+    "trainer.model.ep_comm_backend": Foreign(None, "tokens travel by all-to-all of NCCL"),
     "trainer.model.cp": Foreign("trainer.context_parallel"),
     "trainer.model.cp_style": Foreign(None, "ranks of a row exchange tokens for heads (Ulysses)"),
     "trainer.model.fused_lm_head_token_chunk_size": Foreign(
@@ -337,6 +336,7 @@ PRIME_RL: dict[str, Foreign] = {
     ),
     # Environments: of both train and eval.
     "orchestrator.env.**": Foreign("orchestrator.train.env.**"),
+    "orchestrator.environment.**": Foreign("orchestrator.train.env.**"),
     "orchestrator.*.source.env.taskset.id": Foreign("orchestrator.*.env.id"),
     "orchestrator.*.source.env.taskset.**": Foreign("orchestrator.*.env.args.**"),
     "orchestrator.*.source.env.agent.harness.**": Foreign("orchestrator.*.env.harness.**"),
@@ -927,10 +927,14 @@ TRL: dict[str, Foreign] = {
     "peft_config.r": Foreign("trainer.lora.rank", _LORA),
     "peft_config.lora_alpha": Foreign("trainer.lora.alpha", _LORA),
     "peft_config.target_modules": Foreign("trainer.lora.target_modules", _LORA),
+    "peft_config.use_rslora": Foreign("trainer.lora.use_rslora", _LORA),
+    "peft_config.modules_to_save": Foreign("trainer.lora.modules_to_save", _LORA),
+    "use_rslora": Foreign("trainer.lora.use_rslora", _LORA),
+    "lora_modules_to_save": Foreign("trainer.lora.modules_to_save", _LORA),
     "peft_config.**": Foreign(None, "[trainer.lora] has the keys of an adapter"),
     **_alike(
         Foreign(None, "[trainer.lora] has the keys of an adapter"),
-        "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
+        "lora_target_parameters lora_task_type use_dora",
     ),
     **_alike(
         Foreign(None, "weights are trained in full precision"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin
 
@@ -65,6 +67,21 @@ class Left(NamedTuple):
     why: str = ""
 
 
+NO_VALUE = Left("no value, as by default")
+
+
+def is_null(value: Any) -> bool:
+    """Whether it is YAML's ``null``, or the text that upstream writes for it in TOML."""
+    return value is None or value == "None"
+
+
+def _has_null(value: Any) -> bool:
+    """Whether a list, or a table in it, has a null."""
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    return any(map(_has_null, value)) if isinstance(value, list) else is_null(value)
+
+
 Several = dict[str, Any]
 """Values of several keys of ours."""
 
@@ -74,7 +91,8 @@ def _chosen(values: Mapping[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         is_name = isinstance(value, str | bool)
-        return values[value] if is_name and value in values else Left(why)
+        # A copy: other keys write into a table.
+        return deepcopy(values[value]) if is_name and value in values else Left(why)
 
     return convert
 
@@ -84,11 +102,11 @@ def _each_block(value: Any) -> Any:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if is_number:
         return value
-    return 0 if value in (False, "None", None) else 1
+    return 0 if value is False or is_null(value) else 1
 
 
 def _switch(value: Any) -> Any:
-    return value not in (False, "None", None)
+    return not (value is False or is_null(value))
 
 
 def _clipped(value: Any) -> Any:
@@ -136,6 +154,13 @@ def _monitors(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     known = [name for name in names if name in ("wandb", "tensorboard")]
     return Several({f"monitors.{name}": {} for name in known}) if known else Left()
+
+
+def _modules(value: Any) -> Any:
+    """Names of modules. A text is a regular expression of PEFT, or stands for all of them."""
+    if value in ("all-linear", ["all-linear"]):
+        return Left("as by default: every linear module")
+    return Left("a list of name endings here") if isinstance(value, str) else value
 
 
 def _hint(value: Any) -> Any:
@@ -196,6 +221,13 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "orchestrator.eval.skip_eval_on_resume": lambda value: not value,
     "orchestrator.*.source.env.agent.runtime.type": (
         lambda value: Left("as by default") if value == "subprocess" else value
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.model.lora.target_modules", "lora_target_modules"),
+            *("actor_rollout_ref.model.target_modules", "peft_config.target_modules"),
+        ),
+        _modules,
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _each_block,
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _hint,
@@ -512,14 +544,16 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             _carry_variable(result, path=path, value=value)
             continue
         match = next(filter(None, (look_up(path, each) for each in tables)), None)
+        if match is None and _is_of_one_model(path) and _knows("trainer", path):
+            match = look_up(("trainer", *path), PRIME_RL)
         if match is None and (is_flat or len(path) == 1) and not is_ours(path):
             match = _of_trl(path)
         if match is not None:
             carried.append((match, path, value))
         elif not is_ours(path):
             result.unknown.append(_assigned(path, value))
-        elif value == "None":
-            result.left_out.append(f"{_assigned(path, value)}: no value, as by default")
+        elif _has_null(value):
+            result.left_out.append(f"{_assigned(path, value)}: {_why_null(value).why}")
         elif is_table(path) and not isinstance(value, dict):
             result.unknown.append(_assigned(path, value))
         else:
@@ -558,20 +592,25 @@ def _of_trl(path: Path) -> Match | None:
 def _is_flat(table: Mapping[str, Any]) -> bool:
     """Whether it is a config of TRL or of Hugging Face's trainer: no tables but those that are the
     value of one of its arguments."""
-    tables = {name for name, value in table.items() if isinstance(value, dict)}
-    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - {"deepspeed"})
+    of_tables = {"deepspeed", "datasets"}
+    tables = {name for name, value in table.items() if _has_a_table(value)}
+    of_arguments = all(name.endswith(("_kwargs", "_config")) for name in tables - of_tables)
     return of_arguments and any(name in NAMES for name in table.keys() - tables)
+
+
+def _has_a_table(value: Any) -> bool:
+    inner = value if isinstance(value, list) else [value]
+    return any(isinstance(each, dict) for each in inner)
 
 
 SHARED = {
     *("model", "max_steps", "seq_len", "ckpt", "monitors", "wandb", "log", "output_dir", "run"),
     "slurm",
 }
-PARTS = {
-    "orchestrator": {"train", "eval", "renderer", "algo", "batch_size", "group_size", "env"},
-    "trainer": {"optim", "loss", "scheduler"},
-    "inference": {"vllm", "server", "router", "kv_cache_offload"},
-}
+PROCESSES = ("orchestrator", "trainer", "inference")
+OF_ANY_MODEL = ("name", "vlm")
+"""Keys of upstream's ``[model]`` of a whole run. In the config of one process it has the others of
+that process's model, too."""
 
 
 def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -579,22 +618,98 @@ def as_whole(table: Mapping[str, Any]) -> dict[str, Any]:
     config of a run."""
     if is_sft(table):
         return _as_run_of_sft(table)
+    if _is_evaluation(table):
+        return _as_run_that_evaluates(table)
     if _is_flat(table) and isinstance(table.get("model"), str):  # an argument of GRPOTrainer
         return {"model_name_or_path" if k == "model" else k: v for k, v in table.items()}
-    if any(name in table for name in (*PARTS, "actor_rollout_ref")) or _is_flat(table):
+    if any(name in table for name in (*PROCESSES, "actor_rollout_ref")) or _is_flat(table):
         return dict(table)
-    for process, tables in PARTS.items():
-        if any(isinstance(table.get(name), dict | list) for name in tables):
-            inner = {key: value for key, value in table.items() if key not in SHARED}
-            outer = {key: value for key, value in table.items() if key in SHARED}
-            if isinstance(outer.get("model"), str):  # of upstream's evaluations
-                outer["model"] = {"name": outer["model"]}
-            served = get(table, "vllm.model")
-            if process == "inference" and isinstance(served, str):
-                outer.setdefault("model", {"name": served})
-            return {**outer, process: inner}
 
-    return dict(table)
+    process = _process_of(table)
+    if process is None:
+        return dict(table)
+    inner = {key: value for key, value in table.items() if _is_of(process, key, value)}
+    outer = _with_model({key: value for key, value in table.items() if key not in inner})
+    model = outer.get("model")
+    if isinstance(model, dict):
+        outer["model"], of_process = _split_model(model)
+        inner |= of_process
+        if not outer["model"]:
+            del outer["model"]
+    served = get(table, "vllm.model")
+    if process == "inference" and isinstance(served, str):
+        outer.setdefault("model", {"name": served})
+    return {**outer, process: inner}
+
+
+OF_EVALUATIONS = ("source", "num_examples")
+"""Keys at the top level of upstream's config of evaluations, which no other config has there."""
+
+
+def _is_evaluation(table: Mapping[str, Any]) -> bool:
+    """Whether it is a config of upstream's evaluations without a table ``[eval]``."""
+    if {"eval", "orchestrator", "trainer", "actor_rollout_ref"} & table.keys():
+        return False
+    is_text = isinstance(table.get("model"), str) and not _is_flat(table)
+    return is_text or not table.keys().isdisjoint(OF_EVALUATIONS)
+
+
+def _as_run_that_evaluates(table: Mapping[str, Any]) -> dict[str, Any]:
+    run = {
+        key: value
+        for key, value in table.items()
+        if key in SHARED
+        or any(is_ours(path) or look_up(path, PRIME_RL) for path, _ in leaf_paths({key: value}))
+    }
+    evaluation = {key: value for key, value in table.items() if key not in run}
+    return {**_with_model(run), "orchestrator": {"eval": evaluation}}
+
+
+def _with_model(run: dict[str, Any]) -> dict[str, Any]:
+    """Upstream's evaluations name the model by a text."""
+    model = run.get("model")
+    return {**run, "model": {"name": model}} if isinstance(model, str) else run
+
+
+def _split_model(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``[model]`` of the run, and the process's own as its table ``model``, if it has keys."""
+    of_run = {key: model[key] for key in OF_ANY_MODEL if key in model}
+    rest = {key: model[key] for key in model if key not in of_run}
+    return of_run, {"model": rest} if rest else {}
+
+
+def _process_of(table: Mapping[str, Any]) -> str | None:
+    """The process that knows most of the keys which a run does not have at this place."""
+    counts: Counter[str] = Counter()
+    for path, _ in leaf_paths(table):
+        is_of_run = path[0] == "model" or is_ours(path) or look_up(path, PRIME_RL) is not None
+        if _is_of_one_model(path) or not is_of_run:
+            counts.update(process for process in PROCESSES if _knows(process, path))
+    return max(PROCESSES, key=lambda each: counts[each]) if counts else None
+
+
+def _is_of_one_model(path: Path) -> bool:
+    """Whether a key of ``[model]`` belongs to the model of one process."""
+    is_of_any = path[1:2] == () or path[1] in OF_ANY_MODEL
+    return path[0] == "model" and not is_of_any and look_up(path, PRIME_RL) is None
+
+
+def _knows(process: str, path: Path) -> bool:
+    """Whether a key is one of a process, by its name and not as the rest of a table."""
+    match = look_up((process, *path), PRIME_RL)
+    if match is not None:
+        return match.pattern != f"{process}.model.**"
+    return is_ours((process, *path))
+
+
+def _is_of(process: str, key: str, value: Any) -> bool:
+    """Whether a key at the top level is the process's and not the run's."""
+    if key in SHARED:
+        return False
+    paths = [path for path, _ in leaf_paths({key: value})]
+    if any(_knows(process, path) for path in paths):
+        return True
+    return not any(is_ours(path) or look_up(path, PRIME_RL) for path in paths)
 
 
 def is_sft(table: Mapping[str, Any]) -> bool:
@@ -620,10 +735,8 @@ def _as_run_of_sft(table: Mapping[str, Any]) -> dict[str, Any]:
     orchestrator = {key: trainer.pop(key) for key in ("eval", "renderer") if key in trainer}
     model = trainer.pop("model", {})
     if isinstance(model, dict):
-        run["model"] = {key: model[key] for key in ("name", "vlm") if key in model}
-        rest = {key: model[key] for key in model if key not in run["model"]}
-        if rest:
-            trainer["model"] = rest
+        run["model"], of_trainer = _split_model(model)
+        trainer |= of_trainer
     else:
         run["model"] = model
     mask = get(run, "data.loss_mask")
@@ -649,15 +762,15 @@ def leaf_paths(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     """Write one foreign value where it belongs here, or say why not."""
-    if path[0] == "slurm":
+    if path[0] == "slurm" and not is_null(value):
         result.slurm = {**(result.slurm or {}), str(path[-1]): value}
     if match.path is None:
         result.left_out.append(f"{_assigned(path, value)}: {match.note}")
         return
 
-    converted = VALUES.get(match.pattern, lambda same: same)(value)
-    if converted == "None":
-        converted = Left("no value, as by default")
+    convert = VALUES.get(match.pattern, lambda same: same)
+    means_off = is_null(value) and convert in (_switch, _each_block)
+    converted = _why_null(value) if _has_null(value) and not means_off else convert(value)
     if isinstance(converted, Left):
         why = converted.why or f"here {match.ours}" + (f", {match.note}" if match.note else "")
         result.left_out.append(f"{_assigned(path, value)}: {why}")
@@ -670,11 +783,17 @@ def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
         _set(result, target, match=match, path=path, value=each, shown=value)
 
 
+def _why_null(value: Any) -> Left:
+    return NO_VALUE if is_null(value) else Left("TOML has no null, and so no list with one")
+
+
 def _carry_variable(result: Migration, path: Path, value: Any) -> None:
     """An environment variable, unless it is a secret or the run sets it."""
     name = str(path[-1])
     if isinstance(value, dict | list):
         result.unknown.append(_assigned(path, value))
+    elif is_null(value):
+        result.left_out.append(f"{_assigned(path, value)}: {NO_VALUE.why}")
     elif SECRET.fullmatch(name):
         result.env_vars[name] = None
         result.left_out.append(f"{'.'.join(map(str, path))}: a secret; export it in the shell")
@@ -793,6 +912,9 @@ def _spread(result: Migration) -> None:
             continue
         shared = envs.get(EVERY, {})
         entries = envs.get("", [])
+        alone = {key: value for key, value in envs.items() if key not in (EVERY, "")}
+        if not entries and (alone or "id" in shared):  # a table in place of a list of them
+            entries = [alone]
         if entries:
             group["env"] = [{**shared, **entry} for entry in entries]
             continue
@@ -874,6 +996,8 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
             put("seq_len", both, "prompt and completion together", of=[prompt])
     _fit_loss(result, whole)
     _fit_algorithm(result, whole)
+    _fit_lora(result, whole)
+    _fit_monitors(result, whole)
     steps_of_run = get(table, "max_steps")
     for key in ("warmup_ratio", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"):
         ratio = get(whole, key)
@@ -961,6 +1085,58 @@ def _fit_algorithm(result: Migration, whole: Mapping[str, Any]) -> None:
     trainer = result.table.get("trainer")
     if name != "ppo" and isinstance(trainer, dict) and trainer.pop("heads", None):
         _leave_out(result, ("trainer.heads",), f"algorithm {name} reads no critic")
+
+
+def _fit_lora(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The adapter, where the other framework trains one: rank 0 is its word for none."""
+    lora = get(result.table, "trainer.lora")
+    if not isinstance(lora, dict):
+        return
+    rank = lora.get("rank")
+    is_trl = "lora_rank" not in whole and "peft_config" not in whole  # both have no switch
+    if isinstance(rank, int | float) and rank <= 0:
+        why = f"rank {_toml(rank)}: no adapter"
+    elif "actor_rollout_ref" in whole and rank is None:
+        why = "verl trains an adapter only where lora_rank is above 0"
+    elif _is_flat(whole) and is_trl and whole.get("use_peft") is not True:
+        why = "TRL trains an adapter only where use_peft = true"
+    else:
+        return
+    _remove(result, "trainer.lora", why)
+
+
+IN_ANY_CASE = ("console", "file", "none")
+"""Where verl's and TRL's numbers go besides: here they are always in the log and in files."""
+
+
+def _fit_monitors(result: Migration, whole: Mapping[str, Any]) -> None:
+    """The project of W&B counts where its metrics go there. Other places are named."""
+    key = "trainer.logger" if "actor_rollout_ref" in whole else "report_to"
+    value = get(whole, key)
+    if value is None or (key == "report_to" and not _is_flat(whole)):
+        return
+    names = [
+        each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)
+    ]
+    if "wandb" not in names and "all" not in names:
+        _remove(result, "monitors.wandb", f"{key} has no wandb")
+    path = tuple(key.split("."))
+    others = [name for name in names if name not in ("wandb", "tensorboard", *IN_ANY_CASE)]
+    if path in result.carried:
+        why = "no such monitor; prime-rl plugins new makes a package for one"
+        result.left_out += [f"{_assigned(path, name)}: {why}" for name in others]
+
+
+def _remove(result: Migration, key: str, why: str) -> None:
+    """Take a table out of the result; what was carried to it is left out."""
+    *tables, name = key.split(".")
+    outer = get(result.table, ".".join(tables))
+    if not isinstance(outer, dict) or name not in outer:
+        return
+    del outer[name]
+    if not outer and len(tables) == 1:
+        del result.table[tables[0]]
+    _leave_out(result, (key,), why)
 
 
 def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:
@@ -1056,7 +1232,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
     if value is None:
-        return '"None"'
+        return "null"  # of comments: no value of a migrated table is null
     return str(value)
 
 

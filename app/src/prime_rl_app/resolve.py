@@ -240,11 +240,6 @@ def _check_renderer(config: RunConfig, hooks: Hooks) -> None:
 def check_tuning(resolved: Resolved) -> None:
     """The run's tuning fits the model. Raises ``ConfigError``."""
     if resolved.tuning is not None:
-        if resolved.config.trainer.expert_parallel:
-            raise ConfigError(
-                f"trainer.expert_parallel is true, and adapters (trainer.{resolved.tuning.name}) "
-                "are trained with all experts gathered. Leave one of them out."
-            )
         past = resolved.config.orchestrator.past
         if past.base_url or PAST in resolved.earlier_weights.engines:
             raise ConfigError(
@@ -337,7 +332,7 @@ def check_layout(config: RunConfig, hooks: Hooks, ranks: int) -> None:
     """The ranks can have equally many attention heads and experts, as far as the model's folder
     says. Raises ``ConfigError``."""
     trainer = config.trainer
-    if trainer.context_parallel == 1 and not trainer.expert_parallel:
+    if trainer.context_parallel == 1 and not trainer.sends_tokens:
         return
 
     path, _ = model_path(config, hooks)

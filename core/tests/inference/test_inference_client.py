@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +13,7 @@ from waiting import Clock, until
 from prime_rl import EngineError
 from prime_rl.errors import EngineGone
 from prime_rl.inference import client, timing
-from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer, NotListening
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.rundir.machine import free_ports
 from prime_rl.weights.versions import Weights
@@ -254,11 +255,35 @@ async def test_what_is_not_ready_says_why(engine, reason):
     assert reason in str(caught.value) and not isinstance(caught.value, EngineGone)
 
 
-async def test_an_engine_that_takes_no_connection_does_not_listen():
+@pytest.mark.parametrize("host", ["127.0.0.1", "two-addresses"])
+async def test_an_engine_that_takes_no_connection_does_not_listen(host, monkeypatch):
     (port,) = free_ports(1)
-    async with client_at(f"http://127.0.0.1:{port}") as admin:
-        with pytest.raises(NoAnswer):
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+        for address in ("127.0.0.1", "127.0.0.2")
+    ]
+    if host == "two-addresses":
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **named: found)
+    async with client_at(f"http://{host}:{port}") as admin:
+        with pytest.raises(NotListening, match="did not answer /health: Connection refused"):
             await admin.look()
+
+
+async def test_a_name_that_does_not_resolve_or_a_connection_that_ends_says_nothing_of_its_process(
+    monkeypatch,
+):
+    def no_answer(*args, **named):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    async with client_of(Engine(health=[DROP])) as admin:
+        with pytest.raises(NoAnswer) as dropped:
+            await admin.look()
+        monkeypatch.setattr(socket, "getaddrinfo", no_answer)
+    async with client_at("http://an-engine:8000") as admin:
+        with pytest.raises(NoAnswer, match="/health: Temporary failure in name") as unresolved:
+            await admin.look()
+    for caught in (dropped, unresolved):
+        assert not isinstance(caught.value, NotListening)
 
 
 @pytest.mark.parametrize(

@@ -249,12 +249,71 @@ async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_curre
         assert (engine.version, fleet.engines[0].version) == (3, 3)
 
 
-async def test_a_version_published_while_an_engine_joins_is_loaded_before_it_serves():
+@asynccontextmanager
+async def waiting(clock):
+    """The same after version 2: the engine has loaded version 1, for 10 seconds."""
     async with joining(version=1) as (fleet, engine):
         await fleet.update_weights(Path("v2"), 2)
+        clock.now += 10
         engine.hold.set()
+        await until(lambda: fleet.engines[0].state is EngineState.WAITING)
+        await engine.looked_at()
+        assert (engine.version, engine.calls.count("/update_weights")) == (1, 1)
+        yield fleet, engine
+
+
+async def test_an_engine_that_has_missed_a_version_loads_the_next_one_with_the_others(clock):
+    """Steps that are shorter than loading would keep it out for ever."""
+    async with waiting(clock) as (fleet, engine):
+        asked = [await fleet.ask(n, lambda e: asyncio.sleep(0, e.number)) for n in range(4)]
+        assert asked == [1, 1, 1, 1]
+        before = fleet.engines[0].session
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [True, True]
+        assert (engine.version, engine.loaded, fleet.engines[0].down > 0) == (3, "v3", True)
+        assert fleet.engines[0].session is before
+        assert engine.calls.count("/update_weights") == 2
+
+
+async def test_an_engine_that_has_missed_a_version_loads_it_if_no_other_comes(clock):
+    async with waiting(clock) as (fleet, engine):
+        clock.now += 21  # more than twice the time that it took
         await until(lambda: fleet.engines[0].serving)
-        assert engine.version == 2 and engine.calls.count("/update_weights") == 2
+        assert (engine.version, engine.loaded) == (2, "v2")
+        assert engine.calls.count("/update_weights") == 2
+
+
+async def test_an_engine_that_refuses_the_version_it_has_waited_for_stays_out(clock):
+    async with waiting(clock) as (fleet, engine):
+        engine.refuse["/update_weights"] = 400
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [False, True]
+        assert fleet.engines[0].state is EngineState.AWAY
+        engine.refuse.clear()
+        clock.now += 21
+        await until(lambda: fleet.engines[0].serving)
+        assert engine.version == 3
+
+
+async def test_an_engine_that_ends_while_it_waits_is_another_one_when_it_comes_back(clock):
+    async with waiting(clock) as (fleet, engine):
+        before = fleet.engines[0].session
+        engine.away = True
+        await until(lambda: fleet.engines[0].state is EngineState.STARTING)
+        await fleet.update_weights(Path("v3"), 3)
+        engine.restart(version=0)
+        clock.now += 21
+        await until(lambda: fleet.engines[0].serving)
+        assert engine.version == 3 and fleet.engines[0].session is not before
+
+
+async def test_an_engine_that_waits_sleeps_with_the_others(clock):
+    async with waiting(clock) as (fleet, engine):
+        await fleet.sleep()
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
+        await fleet.update_weights(Path("v3"), 3)
+        assert [each.serving for each in fleet.engines] == [True, True]
+        assert engine.version == 3
 
 
 async def test_a_restart_between_two_looks_is_detected():
@@ -350,6 +409,55 @@ async def test_an_engine_that_stays_silent_is_away_after_a_while(impatient, cloc
         )
 
 
+class Discreet(Engine):
+    """It does not say its version."""
+
+    version = property(lambda self: None, lambda self, version: None)
+
+
+async def test_a_look_whose_connection_ends_loses_no_request_however_often():
+    engine, begun = Engine(), []
+    async with fleet_of(engine) as fleet:
+
+        async def episode(held):
+            begun.append(held)
+            await asyncio.sleep(60)
+
+        asking = asyncio.create_task(fleet.ask(0, episode))
+        await until(lambda: begun)
+        for _ in range(timing.LOST_TRIES + 1):
+            engine.dropped = 1
+            await until(lambda: not engine.dropped)
+            await engine.looked_at(2)
+        assert fleet.engines[0].serving and len(begun) == 1 and not asking.done()
+        asking.cancel()
+
+
+async def test_an_engine_whose_connections_keep_ending_is_away_after_a_while(clock):
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        (held,) = fleet.engines
+        engine.dropped = 10**9
+        looked = engine.dropped
+        await until(lambda: engine.dropped < looked - 3)
+        assert held.serving
+        await until(passing(clock, lambda: not held.serving))
+        assert held.state is EngineState.AWAY
+        engine.dropped = 0
+        await until(lambda: held.serving)
+        assert engine.calls == []  # by its version it is the same process
+
+
+async def test_an_engine_that_tells_no_version_loads_the_weights_after_a_connection_that_ended():
+    """It may be another process by now, behind the same address."""
+    engine = Discreet()
+    async with fleet_of(engine) as fleet:
+        engine.dropped = 1
+        await until(lambda: engine.calls)
+        await until(lambda: fleet.serving)
+        assert engine.calls == ["/pause", "/update_weights", "/resume"]
+
+
 async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
     engine, said = Engine(), []
     async with fleet_of(engine) as fleet:
@@ -358,7 +466,8 @@ async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
         await until(lambda: not fleet.serving)
         asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, "answer")))
         await until(lambda: said)
-        await engine.looked_at()
+        looked_at = fleet.engines[0].looked_at
+        await until(lambda: fleet.engines[0].looked_at > looked_at)
         assert not asking.done()
         assert said[-1].startswith(f"engine {fleet.urls[0]} did not answer")
         engine.away = False
@@ -707,10 +816,6 @@ async def test_an_update_without_engines_says_so_and_the_first_that_is_back_load
 
 async def test_an_engine_that_tells_no_version_joins_while_the_watcher_tries_again_and_again():
     """Each attempt announces the version anew, and the engine loads for longer than one takes."""
-
-    class Discreet(Engine):
-        version = property(lambda self: None, lambda self, version: None)
-
     engine = Discreet()
     async with fleet_of(engine) as fleet:
         engine.away = True

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import verifiers.v1 as vf
 from aiohttp import web
 from loopback import listening
 from program_rollouts import ASK, Play, check_tokens, info_of
@@ -642,6 +643,34 @@ os.rmdir({str(tmp_path / "running")!r})
         times=3,
     )
     assert result.ok, result.error
+
+
+async def test_an_episode_does_not_begin_while_its_program_has_to_wait(
+    play: Play, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verifiers' clock of an episode starts in ``run_episode``."""
+    playing: list[Any] = []
+    at_each_request = []
+    run_episode = vf.Env.run_episode
+    reply = engine.script
+
+    async def counted(*args: Any, **named: Any) -> Any:
+        playing.append(args)
+        try:
+            return await run_episode(*args, **named)
+        finally:
+            playing.pop()
+
+    def script(prompt: list[int]) -> Any:
+        at_each_request.append(len(playing))
+        return reply(prompt)
+
+    monkeypatch.setattr(vf.Env, "run_episode", counted)
+    engine.script = script
+    result = await play(ASK + 'chat([user("a")])', max_programs=2, times=5)
+    assert result.ok, result.error
+    assert len(at_each_request) == 5
+    assert max(at_each_request) <= 2
 
 
 async def test_what_a_program_leaves_running_ends_with_it(play: Play, tmp_path: Path) -> None:

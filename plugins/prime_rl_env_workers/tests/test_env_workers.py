@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -298,6 +299,35 @@ def test_servers_that_a_launcher_places_have_a_key_of_the_run(tmp_path: Path) ->
 
 
 # -- without -------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_sent_to_a_worker_that_has_room_for_it() -> None:
+    """Its time begins when it is sent. Two workers take two episodes each."""
+    limits = pools.WorkerLimits(60.0, 1.0, None, max_episodes=2)
+    pool = pools.Pool("a", 2, limits, {}, WorkerForks())
+    ends: list[asyncio.Future[str]] = []
+
+    class Client:
+        async def run(self, *asked: Any) -> str:
+            end: asyncio.Future[str] = asyncio.Future()
+            ends.append(end)
+            return await end
+
+    for number in range(2):
+        worker = pools.Worker(number, f"w{number}", Client(), asyncio.Future(), "", instance="i")  # type: ignore[arg-type]
+        pool.workers[number] = worker
+
+    context: Any = SimpleNamespace(client=None, model="m", sampling=None)
+    episodes = [asyncio.create_task(pool.run(context, {})) for _ in range(7)]
+    for sent in (4, 5, 6, 7):
+        await eventually(lambda sent=sent: len(ends) >= sent)  # type: ignore[misc]
+        assert len(ends) == sent
+        assert max(each.inflight for each in pool.workers if each is not None) == 2
+        await pool.ready()  # a worker without room is ready
+        ends[sent - 4].set_result("done")
+    for end in ends[4:]:
+        end.set_result("done")
+    assert await asyncio.gather(*episodes) == ["done"] * 7
 
 
 def test_trusted_tasksets_run_in_process_and_others_have_half_of_the_cores(

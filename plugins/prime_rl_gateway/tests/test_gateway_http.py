@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 from gateway_texts import END, ids_of, text_of
-from waiting import LIMIT, until
+from waiting import LIMIT, Clock, until
 
 from prime_rl import ConfigError
 
@@ -482,6 +482,56 @@ async def test_a_run_that_begins_again_gives_every_session_again(gateway: Any) -
     async with gateway(echo) as running:
         (rollout,) = await running.group()
     assert rollout.info["session"] == session["id"]
+
+
+async def test_the_time_in_which_the_gateway_was_away_is_no_silence_of_the_agents(
+    gateway: Any,
+) -> None:
+    timeouts = {"host": {"group_size": 2}, "session_timeout": 7200.0, "group_timeout": 3600.0}
+    async with gateway(echo, **timeouts) as running:
+        first, second = [await running.open(group="g") for _ in range(2)]
+        for session in (first, second):
+            await running.say(session, ("user", "a"))
+        await running.reward(first, reward=1.0)
+        files = [*(running.host.folder / "gateway" / "sessions").iterdir()]
+    for file in files:  # as if the run had been stopped in the evening
+        lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        for line in lines:
+            for name in ("opened_at", "touched_at", "rewarded_at"):
+                line["place"][name] -= 9 * 3600
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+
+    async with gateway(echo, **timeouts) as running:
+        book, now = running.source.book, running.source._clock()
+        assert book.next_group(now, 0) == []
+        assert book.expire(now) == []
+        await running.reward(second, reward=0.0)
+        assert book.num_ready == 1
+
+        third, fourth = [await running.open(group="h") for _ in range(2)]
+        await running.say(third, ("user", "a"))
+        await running.reward(third, reward=1.0)
+    async with gateway(echo, **timeouts) as running:  # time in which it serves counts as before
+        book, now = running.source.book, running.source._clock()
+        assert [each.id for each in book.next_group(now, 0)] == [first["id"], second["id"]]
+        assert book.next_group(now + 3590.0, 0) == []
+        assert book.expire(now + 7190.0) == []
+        assert book.next_group(now + 3610.0, 0) == []
+        assert book.ended[third["id"]].state == "alone"
+        assert [each.id for each in book.expire(now + 7210.0)] == [fourth["id"]]
+
+
+async def test_a_clock_that_is_set_anew_ends_no_session(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("prime_rl_gateway.source.time", clock)
+    async with gateway(echo) as running:
+        before = running.source._clock()
+        monkeypatch.setattr(clock, "time", lambda: 1e9)
+        assert running.source._clock() == before
+        clock.now += 5.0
+        assert running.source._clock() == before + 5.0
 
 
 async def test_versions_that_a_run_has_lost_count_as_its_newest(gateway: Any) -> None:

@@ -33,6 +33,7 @@ from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch
 from prime_rl_embedded.weights import apply_weights, read_weights
 from prime_rl_engine_kit.adapter import STACKS, merged_tensors
+from prime_rl_lora.experts import for_file
 from prime_rl_lora.model import add_lora
 from prime_rl_lora.tuning import Lora, LoraConfig
 
@@ -90,8 +91,8 @@ def test_logprobs_and_gradients_are_those_of_weights_merged_in_the_graph(
         own = (a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_())
         weight, leaves[name] = plain.get_parameter(name).detach(), own
         layers = []
-        for e in range(4):  # A's rows are expert after expert; B's columns rank after rank
-            product = own[1][:, e::4] @ own[0][3 * e : 3 * e + 3]
+        for e in range(4):  # A's rows are expert after expert
+            product = own[1][e] @ own[0][3 * e : 3 * e + 3]
             layers.append(product.T if family == "GPT-OSS" else product)
         merged[name] = weight + 2 * torch.stack(layers)
     assert len(merged) >= 2 and all(each.shape[0] == 4 for each in merged.values())
@@ -137,6 +138,8 @@ def test_no_step_makes_a_tensor_as_large_as_the_experts_together(tmp_path: Path)
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             module.__class__ = ParamWrapper
+            half = module.lora_B["default"]
+            half.weight = torch.nn.Parameter(for_file(half.weight))
     with Shapes() as theirs:
         logprobs(model).sum().backward()
     assert not whole & ours.found
@@ -240,6 +243,19 @@ def test_a_model_without_such_experts_is_refused(model_dir: Path) -> None:
         ConfigError, match=r"trainer\.lora\.experts: Qwen3ForCausalLM has no experts"
     ):
         adapted(model_dir)
+
+
+@pytest.mark.parametrize("saved", ["mlp", "experts"])
+def test_experts_that_train_whole_are_refused_where_a_folder_has_each_of_them(
+    tmp_path: Path, saved: str
+) -> None:
+    """Qwen3-MoE's folder has a tensor per matrix and expert, GPT-OSS's has the stacks."""
+    FAMILIES["Qwen3-MoE"].write(tmp_path / "apart")
+    with pytest.raises(ConfigError, match=rf"modules_to_save: '{saved}' has .*in parts"):
+        adapted(tmp_path / "apart", experts=False, modules_to_save=[saved])
+    adapted(tmp_path / "apart", experts=False, modules_to_save=["mlp.gate"])
+    FAMILIES["GPT-OSS"].write(tmp_path / "stacked")
+    adapted(tmp_path / "stacked", experts=False, modules_to_save=[saved])
 
 
 def drop(metadata: dict[str, str]) -> None:

@@ -69,7 +69,12 @@ def measured(ranks: int, layers: int, **trainer: Any) -> dict[str, Any]:
 
 def of_a_layer(ranks: int, **trainer: Any) -> dict[str, float]:
     """Bytes that one more layer moves over the network."""
-    two, three = (measured(ranks, layers, **trainer)["costs"] for layers in (2, 3))
+    two, three = (measured(ranks, layers, **trainer) for layers in (2, 3))
+    return over_the_network(two["costs"], three["costs"])
+
+
+def over_the_network(two: dict[str, float], three: dict[str, float]) -> dict[str, float]:
+    """By how much the costs of three layers are more."""
     return {
         key: three[key] - two.get(key, 0.0)
         for key in three
@@ -112,35 +117,108 @@ def test_tokens_travel_instead_of_experts(ranks: int, replicas: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_adapters_lie_beside_experts_that_are_frozen_on_their_ranks(of_experts: bool) -> None:
+    """Of one layer. A block gathers frozen weights twice and sums no gradient of them; A and B of
+    attention it gathers twice, in bfloat16, and sums once. Experts and their A and B do not
+    travel. A rank holds as much as where all is gathered before a block runs: a quarter of the
+    frozen weights in bfloat16, and of A and B, their gradients and moments in float32."""
+    ranks, rank = 4, 4
+    lora = {"rank": rank, "experts": of_experts}
+    outputs = (64, 32, 32, HIDDEN)
+    linear = sum(rank * (HIDDEN + output) for output in outputs)
+    width = MODEL["moe_intermediate_size"]
+    per_expert = rank * ((HIDDEN + 2 * width) + (width + HIDDEN)) if of_experts else 0
+    of_stacks = MODEL["num_experts"] * per_expert
+
+    group = f"rows_network/{SHARED}/{ranks}/{ranks}"
+    two, three = (measured(ranks, layers, lora=lora) for layers in (2, 3))
+    gathered = over_the_network(two["costs"], three["costs"])
+    whole = (ATTENTION + ROUTER + EXPERTS) * 2 * HALF
+    assert gathered[group] == whole + (linear + of_stacks) * (2 * HALF + FULL)
+    fewer, more = (measured(ranks, layers, lora=lora, expert_parallel=True) for layers in (2, 3))
+    own = over_the_network(fewer["costs"], more["costs"])
+    assert own[group] == (ATTENTION + ROUTER) * 2 * HALF + linear * (2 * HALF + FULL)
+    rows = TOKENS * MODEL["num_experts_per_tok"] * HIDDEN
+    assert own[f"rows_network/{SENT}/{ranks}/{ranks}"] == 4 * rows * HALF
+
+    assert more["trained"] == more["published"] == 3 * (linear + of_stacks)
+    held = [each["peaks"]["update"] for each in (fewer, more)]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert held[1][kind] == three["peaks"]["update"][kind]
+    # A GPU gives each tensor a multiple of 512 bytes.
+    frozen = (ATTENTION + ROUTER + EXPERTS) * HALF / ranks
+    trained = (linear + of_stacks) * FULL / ranks
+    of_layer = {kind: held[1][kind] - held[0][kind] for kind in held[1]}
+    assert frozen + trained <= of_layer["weights"] <= frozen + trained + 24 * 512
+    assert trained <= of_layer["gradients"] <= trained + 12 * 512
+    assert 2 * trained <= of_layer["optimizer"] <= 2 * trained + 36 * 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [True, 8])
 @pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": 1}, {"dp_replicate": 4}])
-def test_collectives_of_256_ranks_are_those_of_the_formula(trainer: dict[str, Any]) -> None:
+def test_collectives_of_256_ranks_are_those_of_the_formula(
+    trainer: dict[str, Any], size: bool | int
+) -> None:
     """Of one layer and row: the block's other weights come forward and backward and go once; tokens
-    travel twice forward, twice backward, and twice again if the block is recomputed. A group has
-    256 ranks, or 64 of a copy."""
+    travel twice forward, twice backward, and twice again if the block is recomputed. A copy has 256
+    ranks, or 64. Its ranks are one group; or groups of 8, which gather both weights of their
+    experts in each forward pass, and sum their gradients once."""
     holders = 256 // trainer.get("dp_replicate", 1)
+    group = size if size is not True else holders
+    shards = holders // group
+    passes = 2 if "activation_checkpointing" in trainer else 1
     model = MODEL | {"num_experts": 256}
     number: dict[int, Counter[str]] = {}
-    sizes: dict[str, float] = {}
+    sizes: dict[tuple[str, str], float] = {}
     for layers in (2, 3):
         number[layers] = Counter()
-        request = request_of(256, layers, model=model, expert_parallel=True, **trainer)
+        request = request_of(256, layers, model=model, expert_parallel=size, **trainer)
         for _, name, dtype, _, moved, count in measure.step(request, layers)["costs"]:
             if dtype.startswith("network"):
                 number[layers][name] += count
-                sizes[name] = max(sizes.get(name, 0.0), moved)
+                sizes[name, dtype] = max(sizes.get((name, dtype), 0.0), moved)
 
     number[3].subtract(number[2])
+    of_experts = 2 if shards > 1 else 0
     expected = {
-        "_allgather_base_": 2,
-        "_reduce_scatter_base_": 1,
-        "alltoall_base_": 6 if "activation_checkpointing" in trainer else 4,
+        "_allgather_base_": 2 + of_experts * passes,
+        "_reduce_scatter_base_": 1 + of_experts,
+        "alltoall_base_": 2 + 2 * passes,
         # Copies are summed once per step: the block's unit, and two weights of experts.
         "allreduce_": 3 if holders < 256 else 0,
     }
     assert {name: number[3][name] for name in expected} == expected
     assert sum(number[3].values()) == sum(expected.values())
     rows = TOKENS * MODEL["num_experts_per_tok"]
-    assert sizes["alltoall_base_"] == rows * HIDDEN * HALF
+    assert sizes["alltoall_base_", f"network/{SENT}/{group}/{group}"] == rows * HIDDEN * HALF
+    assert {dtype for name, dtype in sizes if name == "alltoall_base_"} == {
+        f"network/{SENT}/{group}/{group}"
+    }
+    if shards == 1:
+        return
+    # The larger weight of a rank's experts: gate and up. Every eighth rank has a part of it.
+    gate_and_up = 256 // group * 2 * HIDDEN * MODEL["moe_intermediate_size"]
+    sharing = f"network/{SENT}/{shards}/{holders - group + 1}"
+    assert sizes["_allgather_base_", sharing] == gate_and_up * HALF
+    assert sizes["_reduce_scatter_base_", sharing] == gate_and_up * FULL
+
+
+@pytest.mark.slow
+def test_gathered_experts_stay_until_the_backward_pass_of_blocks_that_are_not_recomputed() -> None:
+    """Four ranks: with groups of two each has half of the experts, in bfloat16. The head comes
+    after all three layers, and a recomputed block has only its own."""
+
+    def gathered(region: str, **trainer: Any) -> int:
+        in_groups = measured(4, 3, expert_parallel=2, **trainer)["peaks"][region]["gathered"]
+        of_copy = measured(4, 3, expert_parallel=True, **trainer)["peaks"][region]["gathered"]
+        return int(in_groups - of_copy)
+
+    half = EXPERTS // 2 * HALF
+    assert gathered("top") == 3 * half
+    assert gathered("top", activation_checkpointing=1) == 0
+    assert gathered("middle", activation_checkpointing=1) == half
 
 
 @pytest.mark.slow
@@ -226,6 +304,7 @@ def test_each_epoch_computes_all_rows_and_gathers_for_them() -> None:
     ("trainer", "model", "said"),
     [
         ({"expert_parallel": True, "num_ranks": 6}, {}, r"dp_replicate to one of \[3, 6\]"),
+        ({"expert_parallel": 2, "num_ranks": 12}, {}, r"dp_replicate to one of \[3, 6\]"),
         ({"expert_parallel": True, "num_ranks": 8}, {"num_experts": 0}, "has no experts"),
         ({"context_parallel": 8, "num_ranks": 8}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),
         ({"context_parallel": 3, "num_ranks": 6}, {}, r"4 attention heads of 'm'.* \[1, 2, 4\]"),

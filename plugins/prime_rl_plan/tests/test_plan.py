@@ -26,7 +26,14 @@ from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
 from prime_rl_plan.devices import MIB as CARDS
-from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side, kv_copies
+from prime_rl_plan.estimate import (
+    Plan,
+    Side,
+    copy_to_send,
+    engine_side,
+    gpus_of_copy,
+    kv_copies,
+)
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
@@ -167,6 +174,14 @@ def test_tensor_parallelism_divides_heads_and_no_latent(latent: int | None, copi
     engine = SimpleNamespace(config=SimpleNamespace(model_dump=lambda: settings))
     facts: Any = SimpleNamespace(table={"kv_lora_rank": latent}, engine=engine)
     assert kv_copies(facts) == copies
+
+
+def test_prefill_engines_have_copies_of_the_weights_of_their_own() -> None:
+    """Two GPUs for each of three engines: half of the weights on a GPU, not a sixth."""
+    settings = {"tensor_parallel_size": 2, "prefill_engines": 2}
+    config = SimpleNamespace(model_dump=lambda: settings)
+    facts: Any = SimpleNamespace(engine=SimpleNamespace(config=config, num_gpus=6))
+    assert gpus_of_copy(facts) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,22 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl_app.cli.app import app
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import places
-from prime_rl_plan.devices import GIB, HOST, ON_HOST, parse
+from prime_rl_plan.devices import GIB, HOST, NETWORK, ON_HOST, parse
 from prime_rl_plan.estimate import Plan, estimate
-from prime_rl_plan.suggest import Suggestion, divisors, layouts, suggest, toml_lines
+from prime_rl_plan.suggest import (
+    EXPERTS,
+    Suggestion,
+    divisors,
+    expert_groups,
+    faster_network,
+    layouts,
+    suggest,
+    toml_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "configs/recipes/qwen3_8b_32k.toml"
@@ -155,6 +166,44 @@ def test_copies_of_the_model_where_the_network_limits(
     assert best.plan.seconds["train"] == pytest.approx(32 * 5e13 / 8 * 7 / 8 / 900e9 + update)
 
 
+MIXTURE = ROOT / "configs/recipes/qwen3_30b_a3b_32k.toml"
+
+
+def test_tokens_stay_on_a_machine_where_experts_of_two_machines_limit_the_trainer(
+    known_costs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen ranks gather all experts over the network, or send it their tokens; groups of eight
+    gather an eighth. Two copies of the model take twice the memory."""
+
+    def of_group(config: Any, *given: Any, ranks: int, **named: Any) -> dict[str, Any]:
+        answer = costs(config, *given, ranks=ranks, **named)
+        group = config.trainer.expert_ranks(ranks)
+        gathered = 2e14 / group if group < ranks else 0.0
+        answer["costs"]["rows_network/shared/16/16"] = gathered
+        answer["costs"][f"rows_network/sent/{group}/{group}"] = 1e14 if group > 1 else 0.0
+        state = 16 * 30e9 / (ranks // config.trainer.dp_replicate)
+        for peak in answer["peaks"].values():
+            peak["total"] += state
+        return answer
+
+    monkeypatch.setattr(sys.modules[__name__], "FILES", (MIXTURE,))
+    monkeypatch.setattr(estimates, "measure", of_group)
+    plan = planned("4x8xH100-80")
+    assert expert_groups(plan, 16, 2) == [(EXPERTS, "8"), (EXPERTS, "true")]
+    assert expert_groups(plan, 8, 1) == [(EXPERTS, "true")]
+    assert expert_groups(plan, 12, 2) == []  # 128 experts
+
+    def again(changes: Sequence[tuple[str, str]]) -> Plan:
+        return planned("4x8xH100-80", [f"--{key}={value}" for key, value in changes])
+
+    faster, changes = faster_network(plan, {}, again)
+    assert changes == {EXPERTS: "8"}
+    rows = 32
+    tokens = rows * 1e14 * 7 / 8 / 450e9
+    experts = rows * 2e14 / 8 * 15 / 16 / NETWORK
+    assert faster.seconds["train"] == pytest.approx(experts + tokens + 0.1)
+
+
 @settings(
     max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
@@ -264,8 +313,38 @@ def test_several_machines_need_a_launcher_that_uses_them(known_costs: None, tmp_
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert ", on one of these machines" in shown.stdout.splitlines()[0]
-    best = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)[0]
-    tables = tomllib.loads(best["toml"])
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    tables = tomllib.loads(found[0]["toml"])
     assert tables["launcher"] == {"type": "ray"}
     assert tables["rollout_transport"] == {"host": "0.0.0.0"}
     assert tables["inference"]["replicas"] + tables["trainer"]["num_ranks"] == 16
+
+    # A division of the GPUs is suggested once, and not again with its trainer on other machines.
+    divisions = {
+        (tables["inference"]["replicas"], tables["trainer"]["num_ranks"])
+        for tables in (tomllib.loads(each["toml"]) for each in found)
+    }
+    assert len(divisions) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_experts", "ranks", "expected"),
+    [
+        ({}, 128, 8, ["true"]),
+        ({"lora": {"rank": 4}}, 128, 8, ["true"]),
+        ({"lora": {"rank": 4, "experts": True}}, 128, 8, ["true"]),
+        ({"expert_parallel": True}, 128, 8, []),  # tokens travel already
+        ({"compile": True}, 128, 8, []),
+        ({}, 0, 8, []),
+        ({}, 128, 6, []),
+        ({"dp_replicate": 3}, 128, 6, ["true"]),
+    ],
+)
+def test_tokens_travel_to_experts_where_a_run_allows_it_with_adapters_too(
+    trainer: dict[str, Any], num_experts: int, ranks: int, expected: list[str]
+) -> None:
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=TrainerConfig.model_validate(trainer)),
+        facts=SimpleNamespace(table={"num_experts": num_experts}),
+    )
+    assert [value for _, value in expert_groups(plan, ranks, nodes=1)] == expected

@@ -9,6 +9,7 @@ import pytest
 from resolved_parts import resolved_with
 
 from prime_rl import ConfigError, Group, Monitor, PluginError, hookimpl
+from prime_rl.env.environment import ExampleFailed
 from prime_rl.registry.manager import Hooks, load_plugins, wrappers
 from prime_rl_app.config import build_config
 from prime_rl_app.resolve import Resolved
@@ -150,6 +151,16 @@ def test_a_prompt_that_leaves_no_token_for_a_reply_is_a_warning():
     assert [*prompt_lines(7, "abc", 8)] == ["prompt     7 tokens: 'abc'"]
     _, *warning = prompt_lines(8, "abc", 8)
     assert "seq_len = 8 this prompt leaves no token for a reply" in warning[0]
+
+
+def test_an_endless_env_that_cannot_make_its_first_example_is_an_error_with_its_name():
+    class Examples:
+        def __getitem__(self, index):
+            raise ExampleFailed("the environment cannot make example 0: SystemExit: 0")
+
+    endless = SimpleNamespace(examples=Examples(), settings=SimpleNamespace(label="mine"))
+    with pytest.raises(ConfigError, match="env 'mine': the environment cannot make example 0: Sys"):
+        [*dry_run._prompt(Resolved(build_config(TABLE)), endless)]
 
 
 @pytest.mark.slow

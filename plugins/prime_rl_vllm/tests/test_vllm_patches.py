@@ -58,7 +58,7 @@ def test_it_does_not_score_a_prompt_that_fills_the_context(facts):
 
 
 def test_its_own_reload_does_not_update_a_tied_head_and_ours_does(vllm, tmp_path):
-    """Otherwise ``worker.refresh_packed_heads`` could be deleted. Gaps are in logprobs."""
+    """Otherwise ``worker.repack`` could be deleted. Gaps are in logprobs."""
     new = changed(vllm.model_folder, tmp_path / "new")
     prompt = list(range(10, 40))
 

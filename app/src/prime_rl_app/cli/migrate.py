@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,8 +31,6 @@ def migrate(
     prime-rl migrate rl.toml -o mine.toml
     ```
     """
-    from pathlib import Path
-
     from prime_rl.errors import ConfigError
     from prime_rl_app.config import build_config, merge
     from prime_rl_app.errors import explained
@@ -49,16 +50,17 @@ def migrate(
         typer.echo(text, nl=False)
     else:
         target = Path(output)
-        if target.exists():
-            raise ConfigError(f"{output}: exists already. Give another name, or delete it.")
-        target.write_text(text, "utf-8")
-        typer.echo(f"{output}: {_summary(migration)}", err=True)
-        if migration.slurm is not None:
+        texts = {target: text}
+        said = {target: _summary(migration)}
+        if migration.slurm is not None and target.name:
             script = target.with_suffix(".sbatch")
-            script.write_text(
-                sbatch(migration, whole, config=target.name, script=script.name), "utf-8"
-            )
-            typer.echo(f"{script}: the table [slurm] as a batch file", err=True)
+            if script == target:
+                raise ConfigError(f"-o {output}: the name of the batch file. Give another name.")
+            texts[script] = sbatch(migration, whole, config=target.name, script=script.name)
+            said[script] = "the table [slurm] as a batch file"
+        _write(texts)
+        for path, what in said.items():
+            typer.echo(f"{path}: {what}", err=True)
 
     problems = []
     try:
@@ -77,6 +79,28 @@ def migrate(
     if output is not None and not problems:
         command = "sft" if "sft" in migration.table else "run"
         typer.echo(f"check it: prime-rl {command} {output} --dry-run", err=True)
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """New files, all of them or none. Raises ``ConfigError``."""
+    from prime_rl.errors import ConfigError
+
+    written = []
+    try:
+        for file, text in texts.items():
+            with file.open("x", encoding="utf-8") as stream:
+                written.append(file)
+                stream.write(text)
+    except (OSError, ValueError) as error:
+        for each in written:
+            each.unlink()
+        if isinstance(error, FileExistsError):
+            why = "exists already. Give another name, or delete it."
+        elif isinstance(error, FileNotFoundError):
+            why = "no such folder"
+        else:
+            why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(f"-o {file}: {why}") from error
 
 
 def read(file: Any) -> dict[str, Any]:
@@ -99,6 +123,7 @@ def read(file: Any) -> dict[str, Any]:
             list("-+0123456789"),
         )
         table = Loader(file.read_text("utf-8-sig")).get_single_data()
+        _check_plain(table, ())
     except ImportError:
         raise ConfigError(
             f"{file}: YAML needs a package: pip install 'prime-rl-app[yaml]'"
@@ -108,6 +133,28 @@ def read(file: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: expected a table of keys, got {type(table).__name__}")
     return table
+
+
+def _check_plain(value: Any, place: tuple[Any, ...]) -> None:
+    """YAML has values that TOML lacks. Raises ``ValueError``, or ``RecursionError`` for a table
+    that contains itself."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                where = f"{'.'.join(map(str, place))}: " if place else ""
+                raise ValueError(f"{where}the key {key} is no text. Write it in quotes.")
+            _check_plain(inner, (*place, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_plain(inner, (*place, number))
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{'.'.join(map(str, place))}: {error}") from error
+    elif not isinstance(value, int | float | date | None):
+        kind = type(value).__name__
+        raise ValueError(f"{'.'.join(map(str, place))}: TOML has no value of type {kind}")
 
 
 def _summary(migration: Any) -> str:

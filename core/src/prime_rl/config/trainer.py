@@ -254,10 +254,12 @@ class TrainerConfig(PluginTable):
     """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
     rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,
     and keeps ``float32``."""
-    expert_parallel: bool = False
-    """The experts of a mixture stay whole on their rank, equally many on each rank that shares a
-    copy, and tokens travel to them. ``false``: each rank gathers all experts of a layer, in parts,
-    before it computes the layer. Few tokens per rank and many experts make travelling cheaper."""
+    expert_parallel: bool | NonNegativeInt = False
+    """For a mixture of experts: so many neighboring ranks are a group that has all experts of a
+    layer, and tokens travel to them within the group; the groups of a copy share the weights, which
+    each gathers. It divides the ranks that share a copy; those of a machine are best. ``true``: all
+    ranks of a copy are one group, and gather no experts. ``false``, 0 or 1: each rank gathers all
+    experts. Few tokens per rank and many experts make travelling cheaper."""
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
     """Published weight versions to keep on disk, in ``broadcasts/``. A run needs two: an engine may
     still be loading the previous one. Keep more to compare versions afterwards, as the engines got
@@ -312,7 +314,7 @@ class TrainerConfig(PluginTable):
                 "look at the choices of the routers inside the decoder blocks, which a compiled "
                 "graph would not show. Leave one of them out."
             )
-        if self.expert_parallel and self.compile is True:
+        if self.sends_tokens and self.compile is True:
             raise ConfigError(
                 "trainer.compile is true, and with trainer.expert_parallel ranks exchange tokens "
                 "inside the decoder blocks, as many as routers choose, which no compiled graph can "
@@ -334,6 +336,17 @@ class TrainerConfig(PluginTable):
         """The choices of routers are counted."""
         return self.expert_load or self.balance_loss > 0 or self.balance_bias > 0
 
+    @property
+    def sends_tokens(self) -> bool:
+        """Tokens travel to experts, if there are several ranks."""
+        return self.expert_parallel is True or self.expert_parallel > 1
+
+    def expert_ranks(self, num_ranks: int) -> int:
+        """The ranks of a group within which tokens travel to experts; 1: all are gathered."""
+        if self.expert_parallel is True:
+            return num_ranks // self.dp_replicate
+        return max(self.expert_parallel, 1)
+
     def check_layout(
         self, model: str, *, num_ranks: int, num_heads: int | None, num_experts: int | None
     ) -> None:
@@ -347,11 +360,11 @@ class TrainerConfig(PluginTable):
                 f"{divisors(num_heads)}."
             )
 
-        if not self.expert_parallel or num_experts is None:
+        if not self.sends_tokens or num_experts is None:
             return
         if num_experts == 0:
             raise ConfigError(
-                f"trainer.expert_parallel is true, and {model!r} has no experts. Leave it out, or "
+                f"trainer.expert_parallel is set, and {model!r} has no experts. Leave it out, or "
                 "set model.name to a mixture."
             )
         self.check_experts(num_experts, num_ranks)
@@ -364,18 +377,27 @@ class TrainerConfig(PluginTable):
             return
 
         fitting = divisors(num_experts)
-        copies = [n for n in divisors(num_ranks) if num_ranks // n in fitting]
+        group = 1 if self.expert_parallel is True else self.expert_ranks(num_ranks)
+        if group not in fitting:
+            raise ConfigError(
+                f"trainer.expert_parallel is {group}, which does not divide the {num_experts} "
+                f"experts per layer. Set it to one of "
+                f"{[size for size in fitting if num_holders % size == 0]}."
+            )
+
+        shared = [size for size in fitting if size % group == 0]
+        copies = [n for n in divisors(num_ranks) if num_ranks // n in shared]
         raise ConfigError(
             f"trainer.expert_parallel: the model has {num_experts} experts per layer, and "
             f"{num_holders} ranks share a copy ({num_ranks} ranks, trainer.dp_replicate = "
             f"{self.dp_replicate}), so the ranks would have different numbers of experts. Set "
             f"dp_replicate to one of {copies} with these ranks, or trainer.num_ranks to "
-            f"dp_replicate times one of {fitting}."
+            f"dp_replicate times one of {shared}."
         )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ``ConfigError`` unless ``dp_replicate`` and ``context_parallel`` divide the
-        ranks."""
+        """Raises ``ConfigError`` unless ``dp_replicate`` and ``context_parallel`` divide the ranks,
+        and ``expert_parallel`` those of a copy."""
         if num_ranks % self.dp_replicate:
             raise ConfigError(
                 f"trainer.dp_replicate is {self.dp_replicate}, which does not divide the trainer's "
@@ -388,6 +410,15 @@ class TrainerConfig(PluginTable):
                 f"trainer.context_parallel is {self.context_parallel}, which does not divide the "
                 f"trainer's {num_ranks} ranks. Set it to one of {divisors(num_ranks)}, or "
                 f"trainer.num_ranks to a multiple of {self.context_parallel}."
+            )
+
+        num_holders = num_ranks // self.dp_replicate
+        if num_holders % self.expert_ranks(num_ranks):
+            raise ConfigError(
+                f"trainer.expert_parallel is {self.expert_parallel}, which does not divide the "
+                f"{num_holders} ranks that share a copy ({num_ranks} ranks, trainer.dp_replicate = "
+                f"{self.dp_replicate}). Set it to one of {divisors(num_holders)}, or to true for "
+                "all of them."
             )
 
 

@@ -25,12 +25,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.orchestrator import EvalSamplingConfig
+from prime_rl.env.authors import errors_of_env
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult, readable
 from prime_rl.env.loading import (
     agents_of,
     fixed_seats,
     import_verifiers,
     load_environment,
+    most_episodes,
     on_overlong,
 )
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, vocab_size_of, warm_renderer
@@ -82,13 +84,13 @@ class Examples:
 
     def _generate(self, index: int) -> None:
         """Advance the stream to ``index``, from the start if that row left the cache."""
-        # A generator has no way back: an earlier row is made again, from the start on.
-        if index < self._next or self._next == 0:
-            self._stream = enumerate(self._taskset)
-            self._next = 0
-
-        rows = itertools.islice(self._stream, index + 1 - self._next)
         try:
+            # A generator has no way back: an earlier row is made again, from the start on.
+            if index < self._next or self._next == 0:
+                self._stream = enumerate(self._taskset)
+                self._next = 0
+
+            rows = itertools.islice(self._stream, index + 1 - self._next)
             for position, task in rows:
                 self._tasks[position] = task
                 if len(self._tasks) > self.KEPT:
@@ -210,13 +212,19 @@ class Environment:
 
         self.agents = agents_of(self._env.config, settings.untrained)
         """The seats of the env that the policy plays and that train, by name."""
+        self.max_episodes = most_episodes(self._env.config)
+        """Episodes at once in one process; others wait. None: any number."""
         self.fixed_seats = fixed_seats(self._env.config)
         """Seats that a model of their own plays."""
-        self.examples = Examples(self._env.taskset)
+        where = f"env {settings.label!r}"
+        taskset = self._env.taskset
+        expected = f"{type(taskset).__name__}.load did not return or yield tasks of verifiers"
+        with errors_of_env(where, expected):
+            self.examples = Examples(taskset)
         if self.examples.count == 0:
-            where = f"env {settings.label!r}"
             raise ConfigError(f"{where}: the taskset has no examples; check its args")
 
+        self._slots: asyncio.Semaphore | None = None
         self._stack = AsyncExitStack()
         self._clients: dict[ModelEndpoint, Any] = {}
 
@@ -231,6 +239,8 @@ class Environment:
         if path is not None:
             await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
 
+        if self.max_episodes is not None:
+            self._slots = asyncio.Semaphore(self.max_episodes)
         with contained():
             await self._stack.enter_async_context(self._env.serving())
         return self
@@ -303,7 +313,8 @@ class Environment:
 
     async def _episode(self, example: Example, context: ModelContext) -> Episode:
         (slot,) = self._env.slots(example.task, 1)
-        return await self._env.run_slot(slot, context)
+        # verifiers waits for a slot before the episode begins: its timeout has not begun either.
+        return await self._env.run_slot(slot, context, self._slots)
 
     def take_metrics(self) -> Mapping[str, float]:
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import pkgutil
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from prime_rl.entries import entries
+from prime_rl.env.authors import errors_of_env, line_of
 from prime_rl.env.episode import EnvSettings, ModelEndpoint
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER
 from prime_rl.errors import ConfigError
@@ -80,7 +82,8 @@ def env_hooks(env_id: str, args: Mapping[str, Any] | None) -> list[object]:
     package = _package_with(env_id, HOOKS)
     if package is None:
         return []
-    return [*getattr(importlib.import_module(f"{package}.{HOOKS}"), HOOKS)(args)]
+    with errors_of_env(f"env {env_id!r}"):
+        return [*getattr(importlib.import_module(f"{package}.{HOOKS}"), HOOKS)(args)]
 
 
 def _package_with(env_id: str, module: str) -> str | None:
@@ -106,11 +109,13 @@ def check_taskset(env_id: str, where: str, args: Mapping[str, Any] | None = None
     spec = None if name in shipped else _spec_of(name)
 
     if args is not None and _package_with(env_id, CHECK) is not None:
-        checks = importlib.import_module(f"{name}.{CHECK}")
-        try:
-            getattr(checks, CHECK)(args)
-        except ConfigError as error:
-            raise ConfigError(f"{where.removesuffix('.id')}.args: {error}") from error
+        of_args = f"{where.removesuffix('.id')}.args"
+        with errors_of_env(of_args):
+            checks = importlib.import_module(f"{name}.{CHECK}")
+            try:
+                getattr(checks, CHECK)(args)
+            except ConfigError as error:
+                raise ConfigError(f"{of_args}: {error}") from error
 
     if name in shipped or spec is not None:
         return
@@ -156,21 +161,28 @@ def shipped_by_verifiers(kind: str) -> set[str]:
 def import_tasksets(envs: Iterable[tuple[str, str]]) -> None:
     """Import the tasksets of envs, given by label and id. The orchestrator does so while the model
     is being made: what fails, fails early. Raises ``ConfigError``."""
+    for label, env_id in envs:
+        _import_taskset(current_id(env_id), f"env {label!r}")
+
+
+def _import_taskset(env_id: str, where: str) -> None:
     from verifiers.v1.utils.loaders import import_taskset
 
-    for label, env_id in envs:
+    with errors_of_env(where):
         try:
-            import_taskset(current_id(env_id))
+            import_taskset(env_id)
         except ImportError as error:
-            raise _not_importable(f"env {label!r}", error) from error
+            raise _not_importable(where, error) from error
 
 
 def _not_importable(where: str, error: ImportError) -> ConfigError:
     # verifiers reports a taskset as not found also if it is there but lacks something else.
-    cause = "" if error.__cause__ is None else f" ({error.__cause__})"
+    raised = error if error.__cause__ is None else error.__cause__
+    cause = "" if raised is error else f" ({raised})"
     return ConfigError(
-        f"{where}: {error}{cause}. The processes of a run import what is installed or in a folder "
-        "of PYTHONPATH, and nothing from a script's folder or the working directory."
+        f"{where}: {error}{cause}{line_of(raised)}. The processes of a run import what is "
+        "installed or in a folder of PYTHONPATH, and nothing from a script's folder or the working "
+        "directory."
     )
 
 
@@ -293,22 +305,31 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
         )
         settings = replace(settings, id=env_id, name=settings.label)
 
-    try:
-        env = vf.load_environment(vf.resolve_env_config(_environment_table(settings)))
-    except ConfigError:
-        raise
-    except ImportError as error:
-        raise _not_importable(where, error) from error
-    except ValidationError as error:
-        faults = "; ".join(_fault(settings.id, **fault) for fault in error.errors())
-        raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
-    except (AttributeError, TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    _import_taskset(settings.id, where)
+    with errors_of_env(where):
+        try:
+            config = vf.resolve_env_config(_environment_table(settings))
+        except ImportError as error:
+            raise _not_importable(where, error) from error
+        except ValidationError as error:
+            faults = "; ".join(_fault(settings.id, **fault) for fault in error.errors())
+            raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
 
-    _check_tools(env, where)
-    _check_sampling(env.config, where)
-    _check_shadows(vf, env, where)
+        env = vf.load_environment(config)
+        _check_load(type(env.taskset), where)
+        _check_tools(env, where)
+        _check_sampling(env.config, where)
+        _check_shadows(vf, env, where)
+
     return env
+
+
+def most_episodes(config: Any) -> int | None:
+    """Episodes of an env that may be played at once in one process: the fewest that the config of
+    one of its harnesses names as ``max_episodes``. None: any number."""
+    harnesses = config.agent_harnesses().values()
+    limits = [getattr(each, "max_episodes", None) for each in harnesses]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any) -> str:
@@ -479,6 +500,16 @@ def _check_shadows(vf: ModuleType, env: Any, where: str) -> None:
                         f"{where}: {owner.__name__}.{name} is a @vf.{mark}, and replaces "
                         f"verifiers' own {base.__name__}.{name}. Give it another name."
                     )
+
+
+def _check_load(taskset: type, where: str) -> None:
+    """Refuse a ``load`` that nothing would await."""
+    load = taskset.load  # type: ignore[attr-defined]
+    if inspect.iscoroutinefunction(load) or inspect.isasyncgenfunction(load):
+        raise ConfigError(
+            f"{where}: {taskset.__name__}.load is an async def, which nothing awaits. Write a def "
+            "that returns tasks or yields them."
+        )
 
 
 def _check_tools(env: Any, where: str) -> None:

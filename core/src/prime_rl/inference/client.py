@@ -29,6 +29,10 @@ class NoAnswer(EngineGone):
     """It takes no connection, or drops it."""
 
 
+class NotListening(NoAnswer):
+    """Nothing listens at its address: its process has ended."""
+
+
 class EngineSilent(EngineGone):
     """It takes connections and has not answered in time."""
 
@@ -147,15 +151,25 @@ class EngineClient:
             trust_env=not is_loopback(url),  # a proxy cannot reach this loopback
         )
 
-    async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
-        """One attempt. Raises the errors above."""
-        limits = httpx.Timeout(timeout, connect=min(timing.CONNECT_SECONDS, timeout))
+    async def request(
+        self, method: str, route: str, timeout: float | None, **body: Any
+    ) -> httpx.Response:
+        """One attempt. ``timeout``: seconds for the answer; None: no limit. Raises the errors
+        above."""
+        connect = timing.CONNECT_SECONDS
+        if timeout is not None:
+            connect = min(connect, timeout)
+        limits = httpx.Timeout(timeout, connect=connect)
         try:
             answer = await self._http.request(method, route, timeout=limits, **body)
         except httpx.TransportError as error:
             text = f"{self.label} did not answer {route}"
             if not isinstance(error, httpx.TimeoutException):
-                raise NoAnswer(f"{text}: {_cause(error)}") from error
+                causes = _system_errors(error)
+                # A name may have several addresses, of which IPv6 may be out of reach.
+                refused = any(isinstance(each, ConnectionRefusedError) for each in causes)
+                kind = NotListening if refused else NoAnswer
+                raise kind(f"{text}: {_cause(error, causes)}") from error
             connecting = isinstance(error, httpx.ConnectTimeout)
             seconds = limits.connect if connecting else limits.read
             raise EngineSilent(f"{text} within {seconds:.3g} s") from error
@@ -165,8 +179,9 @@ class EngineClient:
 
         status = answer.status_code
         excerpt = " ".join(answer.text.split())[:500].rstrip(".")
-        kind = EngineFailed if status == 429 or answer.is_server_error else EngineRefused
-        raise kind(f"{self.label} refused {route}: {status} {excerpt}".rstrip(), status)
+        passes = status == 429 or answer.is_server_error
+        refusal = EngineFailed if passes else EngineRefused
+        raise refusal(f"{self.label} refused {route}: {status} {excerpt}".rstrip(), status)
 
     async def look(self, model: str | None = None) -> Health:
         """Raises ``EngineError`` if it is not healthy, lists no model, or lists others than
@@ -315,11 +330,20 @@ class EngineClient:
         return True
 
 
-def _cause(error: httpx.TransportError) -> str:
+def _cause(error: httpx.TransportError, causes: Sequence[OSError]) -> str:
     """httpx says "all connection attempts failed"; the system knows why."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno:
-            return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
-        cause = cause.__cause__ or cause.__context__
+    for cause in causes:
+        assert cause.errno is not None
+        return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     return f"{type(error).__name__} {error}".rstrip()
+
+
+def _system_errors(error: BaseException | None) -> list[OSError]:
+    """The errors of the system that led to this one."""
+    if error is None:
+        return []
+    if isinstance(error, OSError) and error.errno:
+        return [error]
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for each in error.exceptions for cause in _system_errors(each)]
+    return _system_errors(error.__cause__ or error.__context__)

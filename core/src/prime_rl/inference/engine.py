@@ -4,19 +4,26 @@
     STARTING  it has not served since its process started, as far as we know     no
     SERVING   it answers, and has the weights that it should have                yes
     ASLEEP    it has given its memory back (colocated); silence means nothing    no
+    WAITING   the weights that it has loaded are old by now; it loads the next   no
+              ones with the others
     AWAY      it has served, and does not serve now                              no
     HUNG      it has served, and has answered nothing for long                   no
 
     from                  event                                                  to
     STARTING, AWAY        it answers and has the weights; they are loaded first  SERVING
+    STARTING, AWAY        it has loaded weights, and others have newer ones      WAITING
+    WAITING               it has loaded new weights with the others              SERVING
+    WAITING               no new weights came; it loads the current ones         AWAY
     STARTING, AWAY        it answers while the fleet sleeps: it is put to sleep  ASLEEP
     SERVING               the fleet is put to sleep                              ASLEEP
     ASLEEP                new weights are loaded                                 SERVING
-    SERVING               no good answer for 30 s; silent and alone: no change   AWAY
-    SERVING, ASLEEP       another version; an update failed, or is late          AWAY
+    SERVING, WAITING      no good answer for 30 s; silent and alone: no change   AWAY
+    SERVING, ASLEEP,      another version; an update failed, or is late          AWAY
+    WAITING
     SERVING, AWAY         silent for ``hang_timeout``, or through an update      HUNG
     HUNG                  it answers                                             STARTING
-    any                   nothing listens                                        STARTING
+    any                   nothing listens; a connection to an engine that does   STARTING
+                          not say its version ends, or cannot be made
 
 Weights are loaded under the lock ``loading``: a serving engine that holds it goes on serving, an
 engine that is away and holds it is a straggler and is left alone until it is done.
@@ -29,7 +36,7 @@ import time
 from enum import Enum, auto
 
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer, NotListening
 from prime_rl.plugins.weight_transports import Receives
 
 
@@ -37,6 +44,7 @@ class EngineState(Enum):
     STARTING = auto()
     SERVING = auto()
     ASLEEP = auto()
+    WAITING = auto()
     AWAY = auto()
     HUNG = auto()
 
@@ -111,8 +119,13 @@ class Replica:
         return self.state in (EngineState.SERVING, EngineState.ASLEEP)
 
     @property
+    def takes_weights(self) -> bool:
+        """New weights are loaded into it: it is in service, or waits for them."""
+        return self.in_service or self.state is EngineState.WAITING
+
+    @property
     def has_served(self) -> bool:
-        """Ever, or it was put to sleep."""
+        """Ever, or it was put to sleep, or has waited for weights."""
         return self.lost is not None
 
     @property
@@ -143,6 +156,12 @@ class Replica:
         self.problem = None
         self._begin_session()
 
+    def wait(self) -> None:
+        """It takes part in the next update, and serves then."""
+        self.state = EngineState.WAITING
+        self.problem = None
+        self._begin_session()
+
     def _begin_session(self) -> None:
         # Sleep does not end a session: requests in flight are kept.
         if self.lost is None or self.lost.done():
@@ -155,7 +174,9 @@ class Replica:
         if not silent:
             self.heard_at = now
 
-        if isinstance(problem, NoAnswer):
+        # One that does not say its version may be another process at the next look.
+        is_discreet = self.version is not None and self.client.health.version is None
+        if isinstance(problem, NotListening) or (isinstance(problem, NoAnswer) and is_discreet):
             self.client.asleep = False  # the next process is awake
             return EngineState.STARTING
 
@@ -175,6 +196,7 @@ class Replica:
         """It serves no more, and what is in flight there is lost."""
         if self.in_service:
             self.down_since = time.monotonic()
+        if self.takes_weights:
             for each in filter(None, {self.lost, *self.flights}):
                 if not each.done():  # otherwise its request is ending
                     each.set_result(None)

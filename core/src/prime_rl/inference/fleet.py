@@ -1,8 +1,9 @@
 """The engines of the live policy: each serves only with the current version of its weights.
 
-An engine that comes back, or is late, loads the current weights before it serves. Colocated, all
-engines sleep while the trainer has the GPU (``sleep``); new weights wake them. While no engine
-serves, requests wait; after ``timeout`` seconds the run ends with the reason of each engine.
+An engine that comes back, or is late, loads the current weights before it serves. If there are
+newer ones by then, it loads the next ones together with the others. Colocated, all engines sleep
+while the trainer has the GPU (``sleep``); new weights wake them. While no engine serves, requests
+wait; after ``timeout`` seconds the run ends with the reason of each engine.
 """
 
 from __future__ import annotations
@@ -174,9 +175,15 @@ class Fleet(EnginePool):
         """Load the current weights into an engine, and let it serve. While the others sleep, put it
         to sleep: the trainer has its memory."""
         sleeps = self.asleep and engine.state is EngineState.ASLEEP
-        if sleeps or time.monotonic() < engine.join_at:
+        waits = engine.state is EngineState.WAITING
+        # A trainer that shares its memory needs it now.
+        hurries = waits and self.asleep
+        if sleeps or (time.monotonic() < engine.join_at and not hurries):
             return
 
+        if waits:
+            engine.leave(EngineState.AWAY)  # an update would wait until we are done
+        started = time.monotonic()
         try:
             if self.asleep:
                 await engine.client.sleep()
@@ -190,9 +197,18 @@ class Fleet(EnginePool):
                 log.warning("%s: it stays out", error)
             return self._lose(engine, error)
 
+        if self.asleep:  # it is put to sleep at the next look
+            return
         # Equal, not identical: while no engine serves, the watcher announces a version repeatedly.
-        if target == self._target and not self.asleep:  # otherwise there is a newer version by now
-            await super()._join(engine, health)
+        if target == self._target:
+            return await super()._join(engine, health)
+
+        # The others have loaded a newer version meanwhile. If a step takes less time than loading,
+        # that happens each time, so the engine waits for the next version and loads it with them.
+        engine.wait()
+        now = time.monotonic()
+        engine.join_at = now + timing.WAIT_FACTOR * (now - started)
+        self._notify()
 
     async def _bring_up_to_date(self, engine: Replica, health: Health) -> Weights:
         """The weights that it has now."""
@@ -229,7 +245,7 @@ class Fleet(EnginePool):
         self._target = weights
 
         asked = [
-            e for e in self.engines if e.in_service and (e.version != version or not e.serving)
+            e for e in self.engines if e.takes_weights and (e.version != version or not e.serving)
         ]
         try:
             failures = await self._load(weights, asked)
@@ -252,8 +268,9 @@ class Fleet(EnginePool):
 
         for engine in asked:
             # One that was restarted meanwhile has been put to sleep again: ``_join`` wakes it.
-            if engine.state is EngineState.ASLEEP and not engine.client.asleep:
-                engine.serve()
+            loaded = engine.takes_weights and engine.version == version
+            if loaded and not engine.serving and not engine.client.asleep:
+                self._let_serve(engine)
 
         self._notify()
         if not self.serving:
@@ -277,7 +294,7 @@ class Fleet(EnginePool):
             left, missed = await self._delivery.deliver(weights, asked, self._update)
 
         # An engine that went away during the delivery may be joining already.
-        here = [engine for engine in left if engine.in_service]
+        here = [engine for engine in left if engine.takes_weights]
         tasks = {e: asyncio.create_task(self._update(e, weights)) for e in here}
         await all_but_stragglers(list(tasks.values()))
 

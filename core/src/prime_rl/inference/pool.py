@@ -265,6 +265,9 @@ class EnginePool:
 
     async def _join(self, engine: Replica, health: Health) -> None:
         """Let an engine that answers serve."""
+        self._let_serve(engine)
+
+    def _let_serve(self, engine: Replica) -> None:
         away = engine.serve()
         if away is not None:
             log.warning("%s serves again after %.1f s", engine.client.label, away)
@@ -289,7 +292,7 @@ class EnginePool:
 
                 others = [each for each in self.serving if each is not engine]
                 state = engine.after(problem, self._hang_timeout, alone=not others)
-                if state is not engine.state or not engine.in_service:
+                if state is not engine.state or not engine.takes_weights:
                     self._lose(engine, problem, state)
                 return None
 
@@ -303,7 +306,8 @@ class EnginePool:
                 return None
             # Another process at the same address: it has the weights that it was started with, and
             # nothing has put it to sleep.
-            if engine.in_service and version is not None and health.version not in (None, version):
+            is_other = version is not None and health.version not in (None, version)
+            if engine.takes_weights and is_other:
                 text = f"has version {health.version}, expected {version}: it was restarted"
                 engine.client.asleep = False
                 self._lose(engine, EngineError(f"{engine.client.label} {text}"))
@@ -314,9 +318,9 @@ class EnginePool:
         self, engine: Replica, problem: BaseException, state: EngineState | None = None
     ) -> None:
         """Note a problem of an engine, which does not serve now. ``state``: AWAY if it has served
-        until now, by default."""
+        or waited until now, by default."""
         if state is None:
-            state = EngineState.AWAY if engine.in_service else engine.state
+            state = EngineState.AWAY if engine.takes_weights else engine.state
         if state is engine.state and str(problem) == engine.reason:
             return
         if engine.in_service:

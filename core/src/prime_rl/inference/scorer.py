@@ -52,9 +52,11 @@ class PromptScorer:
         *,
         api_key: str | None = None,
         max_concurrency: int = 32,
-        timeout: float = 600.0,
+        timeout: float | None = None,
         cache_salt: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """``timeout``: seconds for one answer. None: no limit, because the pool looks at its
+        engines and ends the requests of one that is lost."""
         self.pool = pool
         self._model = model
         self._cache_salt = cache_salt

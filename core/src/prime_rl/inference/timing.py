@@ -26,9 +26,9 @@ START_POLL_SECONDS = 0.1
 WAIT_READY_SECONDS = 0.05
 """Between two checks whether all engines have started."""
 PATIENCE_SECONDS = 30.0
-"""Until an engine that takes connections and gives no good answer stops serving: it may be busy,
-and its requests are lost then. One that is silent has ``inference.hang_timeout`` if no other engine
-serves, which could take its requests. An engine that takes no connections stops at once."""
+"""Until an engine that gives no good answer stops serving: it may be busy, or the network is at
+fault, and its requests are lost then. One that is silent has ``inference.hang_timeout`` if no other
+engine serves, which could take its requests. An engine that refuses connections stops at once."""
 REJOIN_SECONDS = 5.0
 """Between two attempts to bring an engine up to date: each one loads weights."""
 START_GRACE = 30.0
@@ -43,10 +43,15 @@ STRAGGLER_FACTOR = 10.0
 """Times what the slowest of the others took. They are alike and read the same files; a cold disk
 or a slow network costs several times as much, not ten times."""
 
+WAIT_FACTOR = 2.0
+"""Times what it took to load a version that others have replaced: an engine waits so long for the
+next one. Then it loads the current one by itself, because a step takes longer than loading."""
+
 EPISODE_TRIES = 4
 """Times an episode is tried again at engines that are there and fail: over some 15 seconds."""
 LOST_TRIES = 4
-"""Engines that may go away under one request before it is given up: it may be what kills them."""
+"""Engines that may go away under one request before it is given up: it may be what kills them. All
+of its attempts count, however long they lasted: it may kill an engine after an hour."""
 
 
 @dataclass(frozen=True)

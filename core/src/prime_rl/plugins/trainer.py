@@ -102,7 +102,7 @@ class Tuning(Offer):
         to keep a copy of the first weights, which the model's folder has under the same names."""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors to publish, by name, as this rank holds them."""
+        """The tensors to publish, by name, as this rank holds them. Every rank calls this."""
         raise NotImplementedError
 
     def metadata(self) -> Mapping[str, str]:
@@ -130,7 +130,8 @@ class Kernel(Offer):
 
     computes_tokens_of_others: ClassVar[bool] = False
     """It computes a mixture whose weights are ``DTensor`` in shards of whole experts: it sends each
-    token to the ranks of its experts, and the results back (``trainer.expert_parallel``)."""
+    token to the ranks of its experts, and the results back (``trainer.expert_parallel``,
+    by ``prime_rl.trainer.token_exchange``)."""
 
     block_logits: int | None = None
     """For a kernel that computes logits in blocks: how many at once. None: the best number for the

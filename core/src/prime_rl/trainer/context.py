@@ -29,10 +29,6 @@ from prime_rl.trainer import parallel
 
 Value = TypeVar("Value")
 
-# Torch 2.15 has further names for them, and the old ones warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _group: dist.ProcessGroup | None = None
 """The ranks of this rank's row. None: it computes its row alone."""
 
@@ -109,7 +105,7 @@ class _GatherParts(torch.autograd.Function):
         ctx.group = group
         size = dist.get_world_size(group)
         rows = part.new_empty(size * len(part), *part.shape[1:])
-        _all_gather(rows, part.contiguous(), group=group)
+        parallel.all_gather(rows, part.contiguous(), group=group)
         return rows
 
     @staticmethod
@@ -118,7 +114,7 @@ class _GatherParts(torch.autograd.Function):
         size = dist.get_world_size(ctx.group)
         # Each rank's loss reads all parts, so the gradient of a part is the sum over ranks.
         part = grad.new_empty(len(grad) // size, *grad.shape[1:])
-        _reduce_scatter(part, grad.contiguous(), group=ctx.group)
+        parallel.reduce_scatter(part, grad.contiguous(), group=ctx.group)
         return part, None
 
 

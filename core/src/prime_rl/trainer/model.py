@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +24,7 @@ from prime_rl.plugins.loss import Head
 from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status, names_in
-from prime_rl.trainer import context, parallel
+from prime_rl.trainer import context, expert_ranks, parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.expert_balance import (
     ExpertBalance,
@@ -82,7 +83,7 @@ class Policy(nn.Module):
 
         self.packing = self.packings(model.device)[0]
         self.resident_experts: list[nn.Module] = []
-        """Modules whose weights stay on their ranks (``trainer.expert_parallel``)."""
+        """Modules of experts to which tokens travel (``trainer.expert_parallel``)."""
         self.keeps_gathered = False
         """Weights stay gathered during a step (``trainer.reshard_after_forward``)."""
 
@@ -114,7 +115,7 @@ class Policy(nn.Module):
 
     @property
     def resident(self) -> list[nn.Parameter]:
-        """The weights of experts that stay on their ranks."""
+        """The weights of experts to which tokens travel, and of their adapters."""
         return [weight for module in self.resident_experts for weight in module.parameters()]
 
     def prepare_blocks(self, config: TrainerConfig, device: torch.device, compiled: bool) -> None:
@@ -244,6 +245,9 @@ def make_policy(
             reduces_in=summed_in,
             keeps_gathered=policy.keeps_gathered,
         )
+        if experts:
+            mesh = cast(DTensor, policy.resident[0]).device_mesh
+            expert_ranks.join(mesh, config.expert_ranks(parallel.num_ranks()), reduces_in=summed_in)
         # FSDP gathers shards in hooks of `forward`, and this method is called without it.
         register_fsdp_forward_method(policy, "plain_logprobs")
 
@@ -272,9 +276,9 @@ def _memory(device: torch.device) -> float:
 def resident_experts(
     model: PreTrainedModel, config: TrainerConfig, kernel: Kernel
 ) -> list[nn.Module]:
-    """The modules of experts that stay whole on their ranks; none on one rank. Raises
-    ``ConfigError`` if the model, the kernel or the number of ranks does not allow it."""
-    if not config.expert_parallel:
+    """The modules of experts to which tokens travel; none on one rank. Raises ``ConfigError`` if
+    the model, the kernel or the number of ranks does not allow it."""
+    if not config.sends_tokens:
         return []
 
     experts = experts_of(model)
@@ -283,22 +287,19 @@ def resident_experts(
         problem = f"{type(model).__name__} has no mixture whose experts lie in one weight"
     elif not kernel.computes_tokens_of_others:
         problem = f"the kernel {kernel.name!r} does not send tokens (pip install prime-rl-kernels)"
-    elif hasattr(model, "prime_rl_tuning"):
-        problem = "adapters are trained with all experts gathered"
     if problem:
-        raise ConfigError(f"trainer.expert_parallel is true: {problem}. Set it to false.")
+        raise ConfigError(f"trainer.expert_parallel is set: {problem}. Leave it out.")
 
-    for module in experts:
-        numbers = {len(weight) for weight in module.parameters()}
-        config.check_experts(max(numbers), parallel.num_ranks())
-    return experts if parallel.several_ranks() else []
+    for num_experts in experts.values():
+        config.check_experts(num_experts, parallel.num_ranks())
+    return [*experts] if parallel.several_ranks() else []
 
 
 def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
     """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
     num_weights = sum(each.numel() for each in policy.model.parameters())
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
-    in_blocks = config.router_replay or config.expert_parallel or config.watches_experts
+    in_blocks = config.router_replay or config.sends_tokens or config.watches_experts
     worth_it = num_weights >= WORTH_COMPILING and not in_blocks
     if device.type == "cuda" and worth_it:
         try:

@@ -11,10 +11,9 @@ hybrid sharding). Deviations:
 2. In bfloat16 a single rank has shards too, all of them: its weights are in float32, and a block's
    are rounded while it runs. So the curve does not depend on the number of ranks.
 
-The experts of a mixture may stay whole on their rank (``trainer.expert_parallel``): each rank of a
-replica has equally many, in the same shards, and tokens travel to them by all-to-all
-(``Kernel.computes_tokens_of_others``). So a checkpoint or a published version does not tell in
-which of the two ways it was trained.
+The experts of a mixture may be left out of this (``trainer.expert_parallel``): each rank of a
+replica has equally many, in the same shards, and tokens travel to them (``token_exchange.py``). So
+a checkpoint or a published version does not tell in which of the two ways it was trained.
 
 A collective needs every rank, in the same order on all of them. So an error of one rank is
 exchanged before it is raised (``on_main``, ``on_all``): ranks that go on without it would wait
@@ -36,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -277,8 +276,21 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+# Torch 2.15 has further names for them, and the old ones warn.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Torch 2.14 gives the function a public name, and the old one warns.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
+def make_mesh(device_type: str, *, replicate: int, **sizes: int) -> DeviceMesh:
+    """All ranks by these dimensions, the last one fastest; without ``replicate`` if it is 1."""
+    sizes = {"replicate": replicate} | sizes if replicate > 1 else sizes
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():  # otherwise ten minutes, with NCCL
+        set_timeout(_limit, group)
+    return mesh
 
 
 def shard(
@@ -300,10 +312,10 @@ def shard(
     from the host, or read from files.
 
     ``half``: all but the modules ``exact`` compute in bfloat16. ``tuned``: what is frozen is not
-    published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have a row per
-    expert, and are never gathered. ``reduces_in``: ranks sum gradients in this type, those of
-    ``exact`` in float32, without the units within. ``keeps_gathered``: a unit's weights stay
-    gathered after its forward pass.
+    published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have equally
+    many rows per expert, one expert after the other, and are not gathered with their block.
+    ``reduces_in``: ranks sum gradients in this type, those of ``exact`` in float32, without the
+    units within. ``keeps_gathered``: a unit's weights stay gathered after its forward pass.
 
     Raises ``ConfigError`` if nothing is a block.
     """
@@ -318,11 +330,7 @@ def shard(
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
     # With a mesh of two dimensions FSDP replicates over the first.
-    shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # otherwise ten minutes, with NCCL
-        set_timeout(_limit, group)
+    mesh = make_mesh(device.type, replicate=replicas, shard=num_ranks() // replicas)
 
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # several of a tied one
     for module in root.modules():
@@ -360,18 +368,18 @@ def shard(
         dtype = torch.bfloat16 if half and tuned and not value.requires_grad else None
         weight = module.get_parameter(name)
         if weight in resident:
-            part = _resident(weight, mesh, home or device)
+            part = _resident(weight, mesh, home or device, dtype or weight.dtype)
         else:
             part = torch.empty_like(weight, device=home or device, dtype=dtype)
         fill(part, value)
         _set_parameter(where, part, like=value)
 
 
-def _resident(weight: Tensor, mesh: Any, device: torch.device) -> Tensor:
+def _resident(weight: Tensor, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Memory for this rank's experts of a weight [E, ...], as FSDP would lay them out."""
     num_ranks = mesh.shape[-1]
     shape = (len(weight) // num_ranks, *weight.shape[1:])
-    local = torch.empty(shape, dtype=weight.dtype, device=device)
+    local = torch.empty(shape, dtype=dtype, device=device)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     # Checking would be another collective, and all ranks lay out alike.
     part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)

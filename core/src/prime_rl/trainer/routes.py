@@ -161,15 +161,19 @@ def observe_routers(model: Any) -> list[Mixture]:
     return mixtures
 
 
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights have a row per expert, as transformers computes them at once."""
+def experts_of(model: nn.Module) -> dict[nn.Module, int]:
+    """The modules whose weights have rows per expert, as transformers computes them at once, with
+    the number of experts. Adapters of the experts are in the same module."""
     children = [getattr(module, "experts", None) for module in model.modules()]
     modules = [child for child in children if isinstance(child, nn.Module)]
-    return [
-        module
-        for module in modules
-        if getattr(module, "has_gate", None) is not None and [*module.parameters(recurse=False)]
-    ]
+    found: dict[nn.Module, int] = {}
+    for module in modules:
+        # An adapter wraps the module that transformers has made.
+        for inner in module.modules():
+            if getattr(inner, "has_gate", None) is not None and [*inner.parameters(recurse=False)]:
+                found[module] = int(cast(Any, inner).num_experts)
+
+    return found
 
 
 def _forward(mixture: Mixture, forward: Any, *inputs: Any, **named: Any) -> Any:

@@ -204,7 +204,7 @@ class BatchUpdate:
         return norms
 
     def _sum_resident(self) -> None:
-        """Sum the gradients of experts that stay on their ranks over the replicas; FSDP has summed
+        """Sum the gradients of experts to which tokens travel over the replicas. FSDP has summed
         the others in the backward pass."""
         parallel.sum_over_replicas(
             (weight.grad for weight in self.trainer.policy.resident),

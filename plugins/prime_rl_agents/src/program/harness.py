@@ -7,10 +7,9 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import verifiers.v1 as vf
 from pydantic import Field, FiniteFloat, PositiveInt, field_validator
@@ -87,11 +86,17 @@ class ProgramConfig(vf.HarnessConfig):
     """Frozen models by the name that the program uses: ``{ judge = { name = "...", base_url =
     "..." } }``. Any other name is the policy."""
     max_programs: PositiveInt | None = 32
-    """Programs that run at once in one process; further rollouts wait. None: no limit but the
-    run's ``max_inflight_rollouts``."""
+    """Rollouts of an env that are played and scored at once in one process, each with its program;
+    further ones wait, and the env's ``timeout`` begins when they do. None: no limit but the run's
+    ``max_inflight_rollouts``."""
     timeout: FiniteFloat | None = Field(None, gt=0)
     """Seconds until the program is killed. The rollout is scored and trains with what it has done.
     None: only the env's ``timeout`` ends it, and then the rollout has failed."""
+
+    @property
+    def max_episodes(self) -> int | None:
+        """Core and its workers let no more episodes begin at once."""
+        return self.max_programs
 
     @field_validator("command")
     @classmethod
@@ -133,19 +138,6 @@ class Run:
         forget(self.secret)
         for model in self.models.values():
             model.close()
-
-
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]
-_slots = WeakKeyDictionary()
-"""Slots of each event loop, by their number, because verifiers makes a harness for each rollout."""
-
-
-def slots(number: int | None) -> AbstractAsyncContextManager[Any]:
-    """What one program holds while it runs. None: there is no limit."""
-    if number is None:
-        return nullcontext()
-    known = _slots.setdefault(asyncio.get_running_loop(), {})
-    return known.setdefault(number, asyncio.Semaphore(number))
 
 
 async def kill_group(runtime: vf.Runtime) -> None:
@@ -265,7 +257,6 @@ class ProgramHarness(vf.Harness[ProgramConfig]):
         result: vf.ProgramResult | None = None
         try:
             async with (
-                slots(config.max_programs),
                 bounded_output(runtime.workdir if is_local else None),
                 asyncio.timeout(config.timeout) as limit,
             ):

@@ -125,6 +125,7 @@ class WorkerEnvironment(Environment):
             memory,
             timeout=self.settings.timeout,
             start_timeout=table.start_timeout,
+            max_episodes=self.max_episodes,
         )
         keys = {*table.pass_env, *named_keys(self._env.config.model_dump(mode="json"))}
         keys |= {*config.env_vars, *config.orchestrator.env_vars}

@@ -57,6 +57,8 @@ class WorkerLimits:
     """Seconds of an episode, which the worker watches too."""
     start_timeout: float = 1800.0
     """Seconds."""
+    max_episodes: int | None = None
+    """Episodes at once on one worker. None: any number."""
 
 
 @dataclass(eq=False)
@@ -154,7 +156,8 @@ class Pool:
     async def run(self, context: ModelContext, data: dict[str, Any]) -> Any:
         """One episode, as verifiers' ``WireEpisode``. Raises ``WorkerLost`` if its worker ends,
         ``TimeoutError``, and ``BadResult`` with the reason of the worker."""
-        worker = await self._least_busy()
+        # An episode that waits here has not begun: neither the worker nor we count its time.
+        worker = await self._least_busy(self.limits.max_episodes)
         limit = None if self.limits.timeout is None else self.limits.timeout + LATE_SECONDS
         worker.inflight += 1
         try:
@@ -178,6 +181,7 @@ class Pool:
         finally:
             worker.inflight -= 1
             worker.finished += worker.ready
+            self._came.set()
 
     async def ready(self) -> None:
         """Until a worker is ready. Raises ``RunError``."""
@@ -189,13 +193,16 @@ class Pool:
         if self._failure is not None:
             raise self._failure
 
-    async def _least_busy(self) -> Worker:
+    async def _least_busy(self, max_episodes: int | None = None) -> Worker:
+        """The worker with the fewest episodes. Waits until one is ready, and has fewer than
+        ``max_episodes``. Raises ``RunError`` if no worker can start."""
         while True:
             if self._failure is not None:
                 raise self._failure
             ready = [each for each in self.workers if each is not None and each.ready]
-            if ready:
-                return min(ready, key=lambda worker: worker.inflight)
+            worker = min(ready, key=lambda worker: worker.inflight, default=None)
+            if worker is not None and (max_episodes is None or worker.inflight < max_episodes):
+                return worker
             self._came.clear()
             await self._came.wait()
 

@@ -25,7 +25,7 @@ from verifiers.v1.serve.types import RunRequest, RunResponse
 
 from prime_rl.env.environment import contained
 from prime_rl.env.episode import EnvSettings, ModelEndpoint
-from prime_rl.env.loading import import_verifiers, load_environment, on_overlong
+from prime_rl.env.loading import import_verifiers, load_environment, most_episodes, on_overlong
 from prime_rl.env.rendering import warm_renderer
 from prime_rl.wire.sockets import curve_keys
 from prime_rl_env_workers.client import Alive, BadResult
@@ -41,7 +41,8 @@ class WorkerServer(EnvServer):
         """``key``: 32 bytes that the client knows too; None: every client is served."""
         instance = uuid.uuid4().hex
         # verifiers binds at once, and a socket that is bound without a key has let others in.
-        super().__init__(config, address if key is None else f"inproc://{instance}")
+        bound = address if key is None else f"inproc://{instance}"
+        super().__init__(config, bound, most_episodes(config))
         self._instance = instance
         if key is not None:
             self._bind_again(address, key)

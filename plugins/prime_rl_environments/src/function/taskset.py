@@ -48,7 +48,7 @@ class FunctionConfig(vf.TasksetConfig):
     weights: dict[str, float] = Field(default_factory=dict)
     prompt_column: str = "prompt"
     system: str | None = None
-    split: str = "train"
+    split: str | None = None
     subset: str | None = None
     first: NonNegativeInt = 0
     num_examples: PositiveInt | None = None

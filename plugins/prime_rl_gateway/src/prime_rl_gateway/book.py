@@ -5,7 +5,8 @@
       +--> expired        +--> stale, alone                   +--> rejected, failed
       +--> discarded
 
-Times are seconds since the epoch, by the clock that each call is given: sessions outlive a process.
+Times are seconds by the clock that each call is given. Sessions outlive a process, so it goes on
+where that of an earlier process has ended.
 """
 
 from __future__ import annotations

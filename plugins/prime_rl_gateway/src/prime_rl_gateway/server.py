@@ -18,7 +18,6 @@ import hmac
 import json
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,7 +86,7 @@ class Server:
         changed: Callable[[], None],
         max_body: int,
         retry_after: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
         """``keys``: by tenant. ``task``: the fields of an example; raises ``LookupError``.
         ``version``: gives the policy's current version. ``changed`` is called when a session has

@@ -60,10 +60,11 @@ class GatewayConfig(PluginConfig):
     """Who may open sessions, each with a key and quotas of its own. Without any there is one tenant
     with a key that the run makes."""
     session_timeout: PositiveFloat = 7200.0
-    """Seconds without a request or a reward until a session expires."""
+    """Seconds without a request or a reward until a session expires. Time in which the gateway is
+    away does not count."""
     group_timeout: PositiveFloat = 3600.0
     """Seconds from the first reward of a group until it trains with the members that it has. One
-    that is alone then does not train."""
+    that is alone then does not train. Time in which the gateway is away does not count."""
     max_sessions: PositiveInt = 4096
     """Sessions that may be open at once, of all tenants."""
     max_waiting: PositiveInt = 1024

@@ -71,7 +71,6 @@ class Gateway(Source):
     needs_siblings = False
 
     _host: Host
-    _clock = staticmethod(time.time)
 
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)
@@ -88,6 +87,8 @@ class Gateway(Source):
         """Sessions whose files no run can need."""
         self._counted = Counter[str]()
         self._looks: asyncio.Task[None] | None = None
+        self._began = time.time() - time.monotonic()
+        """What ``_clock`` shows at the zero of the monotonic clock."""
         self.server: Any = None
 
     async def setup(self, host: Host) -> None:
@@ -176,7 +177,11 @@ class Gateway(Source):
     async def _restore(self) -> None:
         """Sessions go on where an earlier process has left them."""
         restored = Counter[str]()
-        for record in await asyncio.to_thread(lambda: [*self._store.read_all()]):
+        records = await asyncio.to_thread(lambda: [*self._store.read_all()])
+        times = [max(each.place.touched_at, each.place.rewarded_at) for each in records]
+        if times:
+            self._began = max(times) - time.monotonic()
+        for record in records:
             session = record.place.session()
             if session.tenant not in self.book.quotas:
                 restored["of tenants that are gone"] += 1
@@ -324,6 +329,11 @@ class Gateway(Source):
                 self._superfluous.append(session_id)
 
     # -- time -------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        """Seconds, at the run's first start those since the epoch. They pass only while its gateway
+        serves: agents are not silent while it is away, or while the machine sleeps."""
+        return self._began + time.monotonic()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -6,28 +6,34 @@ token meets the halves of its own experts:
 
     y = W_e x + scaling * B_e (A_e x)
 
-in grouped products over the tokens sorted by expert. Names and shapes in files are PEFT's.
+in grouped products over the tokens sorted by expert. With ``trainer.expert_parallel`` tokens travel
+to the ranks of their experts, which have the halves too. Names and shapes in files are PEFT's.
 
-Shapes: E = experts, I = inputs, O = outputs, r = rank, T = tokens, k = experts of a token,
-S = T * k. As PEFT stores the halves: A [E * r, I], B [O, r * E], the experts innermost.
+Shapes: E = experts of this rank, I = inputs, O = outputs, r = rank, T = tokens, k = experts of a
+token, S = tokens of all experts. The halves are A [E * r, I] and B [E, O, r]: rows of one expert
+after the other, which ranks can share. In files B is [O, r * E], the experts innermost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 # It takes the product by another kernel where torch lacks the grouped one.
 from transformers.integrations.moe import _grouped_linear
 
+from prime_rl.trainer.token_exchange import over_ranks
 from prime_rl.weights.tensors import pieces_of
 from prime_rl_engine_kit.adapter import StackLayout
 
+Here = Callable[[Tensor], Tensor]
+"""Of a weight of all experts: that of the experts which this rank computes."""
 ALIGNED = 8
 """Grouped products read rows of 16 bytes: the rank, in bfloat16, is padded to a multiple of it."""
 
@@ -85,11 +91,47 @@ def by_module(model: nn.Module, layouts: Mapping[str, StackLayout]) -> dict[str,
 
 
 def install(model: nn.Module) -> None:
-    """Compute the products of adapted experts here instead of in PEFT's wrappers."""
+    """Compute the products of adapted experts here instead of in PEFT's wrappers, and lay out B by
+    expert."""
     inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
-    for module in model.modules():
-        if isinstance(module, ParamWrapper) and id(module) not in inner:
+    for module in [each for each in model.modules() if isinstance(each, ParamWrapper)]:
+        for half in module.lora_B.values():
+            by_expert = from_file(half.weight.detach(), module.num_experts)
+            half.weight = nn.Parameter(by_expert, half.weight.requires_grad)
+
+        if id(module) not in inner:
             module.__class__ = ExpertsWithAdapter
+
+
+def from_file(b: Tensor, num_experts: int) -> Tensor:
+    """B as PEFT stores it, [O, r * E], by expert: [E, O, r]."""
+    return b.view(len(b), -1, num_experts).permute(2, 0, 1).contiguous()
+
+
+def for_file(b: Tensor) -> Tensor:
+    """B [E, O, r] of all experts as PEFT stores it: [O, r * E]. Of one in shards, this rank has
+    rows of the result; every rank calls this."""
+    b = b.detach()
+    if not isinstance(b, DTensor):
+        return b.permute(1, 2, 0).reshape(b.shape[1], -1)
+
+    mesh = b.device_mesh
+    # Beside engines on its GPU, a trainer that waits has its weights on the host.
+    whole = cast(DTensor, b.to(mesh.device_type)).full_tensor()
+    num_experts, num_rows, rank = whole.shape
+    # As torch.chunk cuts them, so that each rank writes its own rows of the file.
+    height = -(-num_rows // mesh.shape[-1])
+    first = height * mesh.get_local_rank(mesh.ndim - 1)
+    rows = for_file(whole[:, first : first + height])
+    part: Tensor = DTensor.from_local(
+        rows,
+        mesh,
+        [*[Replicate()] * (mesh.ndim - 1), Shard(0)],
+        run_check=False,
+        shape=torch.Size((num_rows, rank * num_experts)),
+        stride=(rank * num_experts, 1),
+    )
+    return part
 
 
 def wrappers(outer: ParamWrapper) -> Iterator[ParamWrapper]:
@@ -111,54 +153,83 @@ class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no typ
             return output
 
         experts = self.get_base_layer()
+        first = getattr(experts, projections(experts)[0])
+        if isinstance(first, DTensor):
+            dtype = _autocast_dtype(hidden_states)
+            output = over_ranks(
+                self._of_rows,
+                [*self.parameters()],
+                hidden_states.to(dtype or hidden_states.dtype),
+                chosen=top_k_index,
+                weights=top_k_weights,
+                num_experts=experts.num_experts,
+                dtype=dtype,
+            )
+            return output.to(hidden_states.dtype)
+
+        num_tokens, k = top_k_index.shape
+        output = self._of_experts(_all_experts, hidden_states, top_k_index.reshape(-1), k)
+        output = output.view(num_tokens, k, -1) * top_k_weights[..., None]
+        return output.sum(1).to(hidden_states.dtype)
+
+    def _of_rows(self, here: Here, rows: Tensor, expert_ids: Tensor) -> Tensor:
+        """[S, I] the results of rows [S, I] by experts [S]."""
+        return self._of_experts(here, rows, expert_ids, k=1)
+
+    def _of_experts(self, here: Here, hidden: Tensor, expert_ids: Tensor, k: int) -> Tensor:
+        """[S, I] the results of hidden states [S / k, I] by experts [S], k for each."""
+        experts = self.get_base_layer()
         first, last = projections(experts)
-        tokens, chosen = top_k_index.shape
-        ids, order = top_k_index.reshape(-1).sort()
-        ends = torch.arange(1, experts.num_experts + 1, device=ids.device)
+        num_experts = len(here(getattr(experts, first)))
+        ids, order = expert_ids.sort()
+        ends = torch.arange(1, num_experts + 1, device=ids.device)
         offsets = torch.searchsorted(ids, ends, out_int32=True)  # by expert: where its tokens end
-        hidden = self._product(first, hidden_states[order // chosen], offsets=offsets, ids=ids)
+        hidden = self._product(here, first, hidden[order // k], offsets=offsets, ids=ids)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = (
-            self._product(last, hidden, offsets=offsets, ids=ids)
-            * top_k_weights.reshape(-1)[order, None]
-        )
+        out = self._product(here, last, hidden, offsets=offsets, ids=ids)
+
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return out[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+        return out[back]
 
-    def _product(self, name: str, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    def _product(self, here: Here, name: str, x: Tensor, *, offsets: Tensor, ids: Tensor) -> Tensor:
         """[S, O] of the sorted rows ``x`` [S, I], whose experts are ``ids`` [S]."""
         experts = self.get_base_layer()
-        device = x.device.type
-        weight: Tensor = getattr(experts, name)
-        bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
+        weight = here(getattr(experts, name))
+        bias = here(getattr(experts, f"{name}_bias"))[ids] if experts.has_bias else None
         # Grouped products are not on autocast's lists.
-        half = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if half else weight.dtype
+        dtype = _autocast_dtype(x) or weight.dtype
         x = x.to(dtype)
         weight = weight.to(dtype)
         y: Tensor = _grouped_linear(x, weight, offsets, bias, experts.is_transposed)
         for wrapper in wrappers(self):
             if wrapper.parameter_name == name:
-                a, b = (each.to(dtype) for each in stacked_halves(wrapper))
+                a, b = (each.to(dtype) for each in halves(wrapper, here))
                 low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
                 y = y + wrapper.scaling[wrapper.active_adapter[0]] * low
 
         return y
 
 
-def stacked_halves(wrapper: ParamWrapper) -> tuple[Tensor, Tensor]:
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _all_experts(weight: Tensor) -> Tensor:
+    return weight
+
+
+def halves(wrapper: ParamWrapper, here: Here = _all_experts) -> tuple[Tensor, Tensor]:
     """A [E, r, I] and B [E, O, r] of a wrapper's parameter, with r padded by zeros."""
     name = wrapper.active_adapter[0]
-    num = wrapper.num_experts
     rank = wrapper.r[name]
-    a = wrapper.lora_A[name].weight
-    b = wrapper.lora_B[name].weight
-    a = a.view(num, rank, -1)
-    b = b.view(len(b), rank, num).permute(2, 0, 1)
+    a = here(wrapper.lora_A[name].weight)
+    b = here(wrapper.lora_B[name].weight)
+    a = a.view(len(b), rank, -1)
     rest = -rank % ALIGNED
     if rest:
         a = nn.functional.pad(a, (0, 0, 0, rest))
         b = nn.functional.pad(b, (0, rest))
 
-    return a, b.contiguous()
+    return a, b

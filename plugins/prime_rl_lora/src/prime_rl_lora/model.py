@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl import ConfigError, WeightsError
+from prime_rl.weights.tensors import pieces_of
 from prime_rl_engine_kit.adapter import PREFIX, check_base, read_adapter
 from prime_rl_engine_kit.model_files import ModelFiles
 
@@ -156,14 +157,29 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], saved: Sequen
 def _check_saved(model: PreTrainedModel, saved: Sequence[str]) -> None:
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
     for end in saved:
-        modules = [m for n, m in model.named_modules() if _matches(n, [end])]
+        modules = {n: m for n, m in model.named_modules() if _matches(n, [end])}
         if not modules:
             raise ConfigError(f"trainer.lora.modules_to_save: no module's name ends with {end!r}")
-        if model.config.tie_word_embeddings and any(m in tied for m in modules):
+        if model.config.tie_word_embeddings and any(m in tied for m in modules.values()):
             raise ConfigError(
                 f"trainer.lora.modules_to_save: {end!r} is tied to another matrix of this model "
                 "(tie_word_embeddings), which would not follow. Leave it out."
             )
+
+        weights = {
+            f"{name}.{inner}": weight
+            for name, module in modules.items()
+            for inner, weight in module.named_parameters()
+        }
+        # An adapter is published by the model's names, and engines look for those of its folder.
+        for piece in pieces_of(model, weights):
+            if piece.name != piece.source:
+                raise ConfigError(
+                    f"trainer.lora.modules_to_save: {end!r} has {piece.source!r}, which a folder "
+                    f"of this model has in parts ({piece.name!r} and others), so engines could not "
+                    "load it. Name modules without experts; trainer.lora.experts = true trains an "
+                    "adapter on each expert."
+                )
 
 
 def _matches(name: str, ends: Sequence[str]) -> bool:
@@ -186,9 +202,27 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by PEFT's names in files; sharded if the model is."""
-    parameters = model.named_parameters()
-    return {_in_files(name): each for name, each in parameters if each.requires_grad}
+    """The trained parameters by PEFT's names, in its shapes; sharded if the model is. Every rank
+    calls this."""
+    from prime_rl_lora.experts import for_file
+
+    by_expert = _by_expert(model)
+    return {
+        _in_files(name): for_file(each) if name in by_expert else each
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+
+
+def _by_expert(model: nn.Module) -> dict[str, int]:
+    """The parameters that are laid out in another way than in files, with the number of experts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return {
+        f"{name}.lora_B.{NAME}.weight": module.num_experts
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
 
 
 def _in_files(name: str) -> str:
@@ -200,6 +234,8 @@ def load_adapter(
 ) -> None:
     """Copy a published adapter into the model. Raises ``ConfigError`` if it is of another base,
     rank or set of modules."""
+    from prime_rl_lora.experts import from_file
+
     try:
         saved = read_adapter(adapter_dir)
         check_base(base, saved)
@@ -218,9 +254,12 @@ def load_adapter(
             f"shape or missing{f', first {strange[0]!r}' if strange else ''}. Set the table back."
         )
 
+    by_expert = _by_expert(model)
     with torch.no_grad():
         for name, parameter in trained.items():
             value = saved.tensors[_in_files(name)]
+            if name in by_expert:
+                value = from_file(value, by_expert[name])
             (module, _, last) = name.rpartition(".")
             if parameter.is_meta:  # of a module that trains whole, and is still in the base's file
                 value = nn.Parameter(value.to(parameter.dtype))

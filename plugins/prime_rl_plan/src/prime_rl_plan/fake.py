@@ -44,20 +44,19 @@ def _first(policy: Any, packings: Any, device: torch.device, half: bool) -> None
 
 
 def _balanced(
-    expert_ids: Tensor, num_ranks: int, num_here: int, group: Any
+    places: Tensor, num_ranks: int, num_here: int, group: Any
 ) -> tuple[Tensor, list[int], list[int]]:
-    """As ``prime_rl_kernels.experts.exchange_counts``, if every expert is chosen equally often."""
-    first, rest = divmod(len(expert_ids), num_ranks)
+    """As the trainer's ``exchange_counts``, if every expert is chosen equally often."""
+    first, rest = divmod(len(places), num_ranks)
     sizes = [first + (number < rest) for number in range(num_ranks)]
     return torch.zeros(num_ranks * num_here, dtype=torch.int64), sizes, sizes
 
 
 def _kernel_answers(gpu: bool, compiled: bool) -> dict[str, Any]:
-    """Answers to what ``prime-rl-kernels``, if it is installed, asks of values and of a GPU."""
+    """Answers to what ``prime-rl-kernels``, if it is installed, asks of a GPU."""
     if find_spec("prime_rl_kernels") is None:
         return {}
-    answers: dict[str, Any] = {"prime_rl_kernels.experts.exchange_counts": _balanced}
-    return answers | (_triton_kernels(compiled) if gpu else {})
+    return _triton_kernels(compiled) if gpu else {}
 
 
 def _triton_kernels(compiled: bool) -> dict[str, Any]:
@@ -76,6 +75,7 @@ def fake_tensors(gpu: bool, half: bool, compiled: bool = False) -> Iterator[None
         "torch.Tensor.numpy": _numpy,
         "torch.Tensor.tolist": lambda tensor: _numpy(tensor.cpu()).tolist(),
         "prime_rl.trainer.state.find_packing": _first,
+        "prime_rl.trainer.token_exchange.exchange_counts": _balanced,
         "torch.nn.Module.to": lambda module, *a, **k: module,
         "torch.nn.Module.float": lambda module: module,
         **_kernel_answers(gpu, compiled),

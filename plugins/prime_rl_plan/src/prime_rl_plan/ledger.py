@@ -46,8 +46,10 @@ OFFLOAD = "prime_rl_kernels.offload"
 NETWORK = "network"
 """The dtype of what travels begins so: ``network/KIND/SIZE/SPAN``. KIND is ``SHARED`` or ``SENT``,
 SIZE the number of ranks of the group, and SPAN counts them from its first to its last."""
-EXCHANGES = ("prime_rl.trainer.context",)
-"""The module whose collectives a rank waits for."""
+EXPERT_RANKS = "prime_rl.trainer.expert_ranks"
+"""The module that gathers experts of other groups of ranks."""
+EXCHANGES = ("prime_rl.trainer.context", EXPERT_RANKS)
+"""The modules whose collectives a rank waits for."""
 RESIZE = torch.UntypedStorage.resize_
 OUTSIDE = "between steps"
 BLOCK_BYTES = 512
@@ -195,6 +197,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return "rounded"
         if _is_called_by(("to_host",), OFFLOAD):
             return INPUTS_ON_HOST
+        if func is aten.new_empty.default and _is_called_by(("__init__",), EXPERT_RANKS):
+            return "gathered"
         return "logits" if _in_modules(HEAD) else "activations"
 
     def _charge(

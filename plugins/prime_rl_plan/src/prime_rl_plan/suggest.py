@@ -3,9 +3,10 @@
 Candidates: engines and trainer take turns on all GPUs of a machine, or each number of GPUs trains
 and engines have the others. Step and memory of each are foreseen from the plan of the config as it
 is, and the fastest are planned in full, until three fit. What does not fit gets, in this order,
-recomputed activations, experts on their ranks, moments on the host, and rows over several ranks.
-Where the network limits the trainer, there are copies of the model, or the experts stay on their
-ranks, if that is faster. Nothing else of a config changes: neither its batch nor its lengths.
+recomputed activations, expert parallelism, moments on the host, and rows over several ranks. Where
+the network limits the trainer, there are copies of the model, or tokens travel to experts, within a
+machine or a copy, if that is faster. Nothing else of a config changes: neither its batch nor its
+lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HOPELESS = 1.1
 """Times its limit. A trainer whose foreseen memory is larger is not planned: that takes a minute.
 """
 OFFLOADED = "trainer.optim.type", '"adamw_offload"'
-SPREAD = "trainer.expert_parallel", "true"
+EXPERTS = "trainer.expert_parallel"
 ROWS = "trainer.context_parallel"
 STATE = ("weights", "gradients", "optimizer")
 """Kinds of memory that ranks share."""
@@ -57,6 +58,11 @@ class Layout:
     nodes: int
     """Machines that train."""
     colocated: bool
+
+    @property
+    def division(self) -> tuple[int, int, bool]:
+        """How many GPUs do what, wherever they are."""
+        return self.ranks, self.replicas, self.colocated
 
     def changes(self, plan: Plan) -> Iterator[Change]:
         """The keys that make a config this layout."""
@@ -121,14 +127,18 @@ def suggest(plan: Plan, again: Again, shared: Sequence[Change] = ()) -> list[Sug
     ``ConfigError`` if there is nothing to divide."""
     check(plan)
     suggestions: list[Suggestion] = []
+    divided = set()
     for layout in sorted(layouts(plan), key=lambda each: foreseen(plan, each)):
         worst = sorted(each.seconds for each in suggestions)[NUM - 1 : NUM]
         if worst and foreseen(plan, layout) > worst[0]:
             break
+        if layout.division in divided:  # the same on other machines, which is slower
+            continue
         suggestion = fitted(plan, layout, again)
         if suggestion is not None:
             changes = dict(shared) | dict(suggestion.changes)
             suggestions.append(replace(suggestion, changes=tuple(changes.items())))
+            divided.add(layout.division)
 
     return sorted(suggestions, key=lambda each: each.seconds)[:NUM]
 
@@ -197,7 +207,7 @@ def fitted(plan: Plan, layout: Layout, again: Again) -> Suggestion | None:
     where these are faster; None if it does not fit or a run would refuse it."""
     changes = dict(layout.changes(plan))
     planned = None
-    for remedy in (None, *remedies(plan, layout.ranks)):
+    for remedy in (None, *remedies(plan, layout)):
         if remedy is not None:
             changes |= [remedy]
         if is_hopeless(plan, layout, changes):
@@ -231,17 +241,16 @@ def without_offload(
 def faster_network(
     planned: Plan, changes: dict[str, str], again: Again
 ) -> tuple[Plan, dict[str, str]]:
-    """With copies of the model or experts on their ranks, where the network limits the trainer and
-    these are faster."""
+    """With copies of the model or groups of ranks for experts, where the network limits the trainer
+    and these are faster."""
     trials = [("trainer.dp_replicate", str(copies)) for copies in divisors(planned.ranks)]
-    if can_spread_experts(planned, planned.ranks):
-        trials.append(SPREAD)
+    trials += expert_groups(planned, planned.ranks, planned.config.deployment.trainer_nodes)
 
     tried_copies = True
     for trial in trials:
         if planned.seconds.get("network", 0.0) <= planned.facts.computing_seconds:
             break
-        if trial != SPREAD and not tried_copies:
+        if trial[0] != EXPERTS and not tried_copies:
             continue
         more = changes | dict([trial])
         try:
@@ -270,18 +279,18 @@ def is_hopeless(plan: Plan, layout: Layout, changes: Mapping[str, str]) -> bool:
     elif ROWS in changes:
         of_row = parts.get("activations", 0.0) + parts.get("logits", 0.0)
         needed -= of_row * (1 - 1 / int(changes[ROWS]))
-    if SPREAD[0] in changes:
+    if EXPERTS in changes:
         needed -= parts.get("gathered", 0.0) + parts.get("rounded", 0.0)
     return needed > HOPELESS * plan.trainer.limit
 
 
-def remedies(plan: Plan, ranks: int) -> Iterator[Change]:
-    """What makes a trainer of so many ranks smaller, cheapest first; they add up."""
+def remedies(plan: Plan, layout: Layout) -> Iterator[Change]:
+    """What makes the trainer of a layout smaller, cheapest first; they add up."""
     trainer = plan.config.trainer
+    ranks = layout.ranks
     if not trainer.activation_checkpointing:
         yield "trainer.activation_checkpointing", "1"
-    if can_spread_experts(plan, ranks):
-        yield SPREAD
+    yield from expert_groups(plan, ranks, layout.nodes)[:1]
     if trainer.optim.type == "adamw":
         yield OFFLOADED
     heads = int(plan.facts.table["num_attention_heads"])
@@ -290,14 +299,22 @@ def remedies(plan: Plan, ranks: int) -> Iterator[Change]:
             yield ROWS, str(parts)
 
 
-def can_spread_experts(plan: Plan, ranks: int) -> bool:
-    """Whether the model's experts could stay on so many ranks, and do not yet."""
+def expert_groups(plan: Plan, ranks: int, nodes: int) -> list[Change]:
+    """Groups of ranks within which tokens could travel to experts, if they do not yet: those of a
+    machine, if a copy of the model is on several; and those of a copy."""
     trainer = plan.config.trainer
     experts = num_experts(plan.facts.table)
     holders = ranks // trainer.dp_replicate
-    if trainer.expert_parallel or plan.facts.adapts or trainer.compile is True:
-        return False
-    return experts > 0 and holders > 1 and experts % holders == 0
+    if trainer.sends_tokens or trainer.compile is True:
+        return []
+    if not experts or holders == 1 or experts % holders:
+        return []
+
+    of_copy = [(EXPERTS, "true")]
+    on_machine = ranks // nodes
+    if on_machine == 1 or holders <= on_machine or holders % on_machine:
+        return of_copy
+    return [(EXPERTS, str(on_machine)), *of_copy]
 
 
 def divisors(number: int) -> Iterator[int]:
@@ -328,7 +345,7 @@ def reason(plan: Plan, layout: Layout) -> str:
     copies = plan.config.trainer.dp_replicate
     if copies > 1:
         text += f"; {copies} copies of the model: less to gather"
-    if plan.config.trainer.expert_parallel:
+    if plan.config.trainer.sends_tokens:
         text += "; tokens travel to experts: balanced experts are assumed"
     in_a_row = plan.config.trainer.context_parallel
     if in_a_row > 1:

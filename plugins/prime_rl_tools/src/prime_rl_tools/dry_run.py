@@ -14,7 +14,7 @@ from pluggy import HookImpl
 
 from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import Environment
+from prime_rl.env.environment import Environment, ExampleFailed
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import env_hooks
 from prime_rl.errors import ConfigError
@@ -127,7 +127,10 @@ def build_parts(resolved: Resolved, environments: Mapping[str, Environment]) -> 
 
 
 def _task(environment: Environment, index: int) -> Mapping[str, Any]:
-    return environment.examples[index].fields
+    try:
+        return environment.examples[index].fields
+    except ExampleFailed as error:
+        raise ConfigError(f"env {environment.settings.label!r}: {error}") from error
 
 
 def scopes(resolved: Resolved, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[str]]]:
@@ -251,7 +254,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _prompt(resolved: Resolved, environment: Environment) -> Iterator[str]:
     """The first example's prompt as the policy sees it, if its tokenizer is on this machine."""
-    prompt = environment.examples[0].fields.get("prompt")
+    prompt = _task(environment, 0).get("prompt")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages:
         yield "prompt     the first example has none of its own"

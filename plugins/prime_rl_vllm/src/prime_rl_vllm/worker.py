@@ -1,8 +1,8 @@
 """The extension of vLLM's workers (``--worker-extension-cls``) that loads new weights.
 
 vLLM's own ``reload_weights`` does the loading. By itself it silently accepts a checkpoint that
-lacks a tensor, leaves the model half loaded after a failure, and on a CPU does not update a tied
-head. So the weights are checked before, and the head is refreshed after.
+lacks a tensor, leaves the model half loaded after a failure, and on a CPU spoils a tied head and
+the experts of a mixture. So the weights are checked before, and these are packed anew after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 
 from prime_rl import WeightsError
 from prime_rl_broadcast.connection import Member
@@ -30,6 +34,7 @@ class WeightExtension:
     process, so they are plain values. A refusal is a string."""
 
     _prime_rl_base: ModelFiles
+    _prime_rl_first: int
     _prime_rl_member: Member
     _prime_rl_thread: ThreadPoolExecutor
     _prime_rl_staging: Future[str | None]
@@ -37,12 +42,15 @@ class WeightExtension:
 
     @property
     def _prime_rl_number(self: Any) -> int:
-        """Among the workers of all data-parallel engines: ``rank`` counts within one."""
+        """Among the workers of all the server's engines: ``rank`` counts within one."""
         parallel = self.vllm_config.parallel_config
-        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+        within = parallel.data_parallel_index * parallel.world_size + self.rank
+        return int(self._prime_rl_first + within)
 
-    def prime_rl_remember(self, base_dir: str) -> str | None:
-        """Read the model's tensor names and shapes. Returns a fault of the folder, or None."""
+    def prime_rl_remember(self, base_dir: str, first: int) -> str | None:
+        """Read the model's tensor names and shapes. ``first``: the number of the engine's first
+        worker. Returns a fault of the folder, or None."""
+        self._prime_rl_first = first
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
             self._prime_rl_member = Member()
@@ -115,9 +123,12 @@ class WeightExtension:
         return None
 
     def _prime_rl_reload(self: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        # The last step of a prefill engine may still run: see ``prefill.hold_prefill``.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=tensors)
-            refresh_packed_heads(self.model_runner.get_model())
+            repack(self.model_runner.get_model())
 
     def prime_rl_drop(self) -> None:
         """Close and forget the staged weights."""
@@ -126,13 +137,18 @@ class WeightExtension:
             self._prime_rl_weights = None
 
 
-def refresh_packed_heads(model: torch.nn.Module) -> None:
-    """On a CPU, repack the head's matrix (vLLM 0.32, 0.33).
+def repack(model: torch.nn.Module) -> None:
+    """On a CPU, pack anew what a reload does not (vLLM 0.32, 0.33).
 
-    There the head multiplies by a copy that oneDNN packed at start-up. A reload changes the weight
-    that a tied head shares with the embedding, but not this copy: new body, old head. On a GPU
-    there is no copy.
+    There some matrices are multiplied in another order of their numbers, which is made at start-up.
+    A reload leaves the copy of a tied head as it was, new body, old head; and puts the experts of a
+    mixture where packed ones are expected. On a GPU nothing is packed after loading.
     """
+    if not current_platform.is_cpu():
+        return
     for module in model.modules():
+        method = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+            method.process_weights_after_loading(module)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
