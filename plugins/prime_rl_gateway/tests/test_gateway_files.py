@@ -306,8 +306,9 @@ async def test_a_rejected_session_is_not_given_again_by_a_run_that_continues(
     async with gateway(echo, load=tmp_path) as running:
         assert running.source.book.num_waiting == 0
         running.source.settled(await rewarded_group(running), None)
+        running.source.save(tmp_path)
         for _ in range(9):
-            running.source.save(tmp_path)
+            running.source.checkpoint_complete(tmp_path)
         await until(lambda: files(running) == [])
 
 

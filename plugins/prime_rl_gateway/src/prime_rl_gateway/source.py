@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Between two looks for sessions that have expired and groups that have waited long enough."""
-KEPT_SAVES = 8
-"""Checkpoints whose sessions keep their files: the trainer completes a checkpoint some steps after
-this part of it is written."""
+KEPT_CHECKPOINTS = 8
+"""Complete checkpoints whose sessions keep their files: a run that goes back to an earlier one
+gives them again."""
 FOLDER = "gateway"
 SETTLED_FILE = "settled.json"
 RETRY_SECONDS = 5.0
@@ -79,8 +79,8 @@ class Gateway(Source):
         """Requests for a group that wait."""
         self._settled: dict[str, State] = {}
         """What became of the sessions of settled groups whose files are there."""
-        self._saved: list[list[str]] = []
-        """Those of them that each of the last checkpoints was the first to have."""
+        self._checkpointed: list[list[str]] = []
+        """Those of them that each of the last complete checkpoints was the first to have."""
         self._gone: list[Session] = []
         """Sessions that have ended without training, and their files may be there."""
         self._superfluous: list[str] = []
@@ -382,24 +382,37 @@ class Gateway(Source):
         }
 
     def save(self, directory: Path) -> None:
-        """Write what became of the sessions that are settled. Files of those that older checkpoints
-        have are superfluous: a run continues from the newest one that is complete."""
+        """Write what became of the sessions that are settled."""
         (directory / SETTLED_FILE).write_text(json.dumps(self._settled), "utf-8")
-        known = {session_id for saved in self._saved for session_id in saved}
+
+    def checkpoint_complete(self, directory: Path) -> None:
+        """Files of the sessions that older complete checkpoints have are superfluous. One that the
+        trainer has given up counts for nothing: the run may go back to the one before."""
+        try:
+            named = self._read_settled(directory)
+        except ConfigError as error:  # nothing is deleted for it
+            log.warning("%s", error)
+            return
+        known = {session_id for names in self._checkpointed for session_id in names}
         known |= {*self._superfluous}
-        self._saved.append([each for each in self._settled if each not in known])
-        while len(self._saved) > KEPT_SAVES:
-            self._superfluous += self._saved.pop(0)
+        new = [each for each in named if each in self._settled and each not in known]
+        self._checkpointed.append(new)
+        while len(self._checkpointed) > KEPT_CHECKPOINTS:
+            self._superfluous += self._checkpointed.pop(0)
 
     def load(self, directory: Path) -> None:
         """Sessions that the checkpoint has are not given again. Raises ``ConfigError``."""
+        self._settled = self._read_settled(directory)
+        for session_id, state in self._settled.items():
+            self.book.settle(session_id, state)
+        self._checkpointed = []  # `checkpoint_complete` names this checkpoint next
+
+    def _read_settled(self, directory: Path) -> dict[str, State]:
+        """What ``save`` wrote. Raises ``ConfigError``."""
         path = directory / SETTLED_FILE
         try:
-            self._settled = msgspec.json.decode(path.read_bytes(), type=dict[str, State])
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, State])
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"env {self._host.env!r}: expected the state of its gateway in {path}: {error}"
             ) from error
-        for session_id, state in self._settled.items():
-            self.book.settle(session_id, state)
-        self._saved = [[*self._settled]]
