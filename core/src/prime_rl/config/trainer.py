@@ -244,6 +244,12 @@ class TrainerConfig(PluginTable):
     ``seq_len``, may be this many times longer for the same memory. It divides the ranks and the
     model's attention heads; ranks of a row should be on one machine, as they exchange tokens in
     every layer."""
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Free the gathered weights of a block after its forward pass, and gather them again before its
+    backward pass, for each row. ``false``: they stay until the last row of the optimizer step; that
+    takes the whole model in ``dtype`` on each rank, and saves kernels and bytes between ranks.
+    ``auto``: ``false`` on a GPU where that is at most 1/16 of its memory. The results are the same.
+    One rank has gathered weights in ``bfloat16`` only."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
     rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,
