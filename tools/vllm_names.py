@@ -40,6 +40,8 @@ INTERPRETER = "plugins/prime_rl_vllm/src/prime_rl_vllm/interpreter.py"
 BOUNDS = re.compile(r"OLDEST = \((\d+), (\d+)\)\nNEWEST = \((\d+), (\d+)\)")
 
 ENGINE = ("vllm.v1.engine.async_llm.AsyncLLM",)
+FILES = ("admin", "front", "generate", "prefill", "state")
+"""The modules of the plugin that call the engine's client."""
 WORKER = ("vllm.v1.worker.gpu_worker.Worker",)
 RUNNERS = (
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
@@ -50,23 +52,32 @@ FIELDS = {
     "vllm.sampling_params.SamplingParams": (
         *_PASSED,
         *("max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs"),
-        *("detokenize", "output_kind"),
+        *("detokenize", "output_kind", "extra_args"),
     ),
     "vllm.sampling_params.RequestOutputKind": ("FINAL_ONLY",),
-    "vllm.outputs.RequestOutput": ("outputs", "num_cached_tokens", "prompt_logprobs"),
+    "vllm.outputs.RequestOutput": (
+        *("outputs", "num_cached_tokens", "prompt_logprobs", "kv_transfer_params"),
+    ),
     "vllm.outputs.CompletionOutput": (
         *("index", "token_ids", "logprobs", "finish_reason", "stop_reason", "weight_versions"),
     ),
     "vllm.logprobs.Logprob": ("logprob", "rank"),
     "vllm.lora.request.LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
+    "vllm.config.kv_transfer.KVTransferConfig": (
+        *("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler": (
+        "_kv_lease_duration",
+    ),
 }
-"""What ``schema.py``, ``reply.py``, ``generate.py`` and ``admin.py`` read and write."""
+"""What ``schema.py``, ``reply.py``, ``generate.py``, ``admin.py`` and ``prefill.py`` use."""
 OWN_ROUTES = {"/inference/v1/generate"}
 """That the plugin answers itself, with a salt."""
 ARGUMENTS = (
     *("enable_sleep_mode", "enable_lora", "max_lora_rank", "enforce_eager", "dtype"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    *("load_format", "watermark_config"),
+    *("load_format", "watermark_config", "kv_transfer_config", "kv_offloading_size"),
+    *("device_ids", "disable_log_stats", "enable_return_routed_experts"),
 )
 """Arguments that the plugin reads or sets outside its tables."""
 COMMAND_LINE = ("vllm/engine/arg_utils.py", "vllm/entrypoints/*/cli_args.py")
@@ -359,7 +370,7 @@ def _members(wheel: Wheel, tree: ast.Module, file: str) -> Iterator[str]:
 def _roots(text: str, file: str) -> tuple[tuple[str, ...], list[str]] | None:
     """The classes at the root of a chain of attributes, and the names that follow."""
     parts = text.split(".")
-    if "engine" in parts[:-1] and file in ("admin", "front", "generate", "state"):
+    if "engine" in parts[:-1] and file in FILES:
         return ENGINE, parts[parts.index("engine") + 1 :]
     if file == "worker" and parts[:2] == ["self", "model_runner"] and len(parts) > 2:
         return RUNNERS, parts[2:]

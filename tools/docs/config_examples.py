@@ -86,6 +86,7 @@ EXAMPLES: dict[str, Any] = {
     "url_var": "HEARTBEAT_URL",
     "renderer": "qwen3",
     "seed": 0,
+    "split": "train",
     "subset": "main",
     "tags": ["first"],
     "target": 0.5,
@@ -98,13 +99,14 @@ EXAMPLES: dict[str, Any] = {
     "from_step": 50,
     "validate_every": 20,
     "weight": [[1, 3.0], [100, 1.0]],
-    "validation": "validation.jsonl",
+    "validation": "owner/conversations",
+    "validation_split": "test",
 }
 """Values of keys without a default, or whose default is the absence of a value."""
 
 OF_TABLES: dict[str, dict[str, Any]] = {
     "model": {"name": "tiny-reverse"},
-    "sft": {"data": "configs/sft/reverse.jsonl"},
+    "sft": {"data": "owner/conversations"},
     "orchestrator.initial": {"name": "policy"},
     "orchestrator.train.env": {"name": "words"},
     "orchestrator.train.env.opens": {

@@ -156,7 +156,7 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
     """One table over the installed defaults, validated. Raises ``ConfigError``."""
     of_sft, rest = sft.expanded(table)
     whole = without_replaced(merge(merge(installed_defaults(), of_sft), rest))
-    _check_finite(whole, ())
+    _check_written(whole, ())
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
@@ -184,13 +184,22 @@ def _without(table: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != name}
 
 
-def _check_finite(value: Any, path: tuple[str, ...]) -> None:
-    """Processes read the config as JSON, which has no infinity."""
+def _check_written(value: Any, path: tuple[str, ...]) -> None:
+    """Processes read the config as JSON in UTF-8, which has no infinity and no half characters: a
+    command line in another encoding has those, and so has JSON (``\\ud800``)."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_finite(part, (*path, str(key)))
+            _check_written(str(key), path)
+            _check_written(part, (*path, str(key)))
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{'.'.join(path) or 'configuration'}: expected a text in UTF-8, got {value[:80]!a}"
+            ) from error
 
 
 def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -238,6 +247,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     try:
         if kind == "JSON":
             table: dict[str, Any] = read_table(file)
+            json.loads(file.read_text("utf-8-sig"), object_pairs_hook=unique_keys)
             return table
         # A file of a Windows editor begins with a byte-order mark and ends its lines with CR LF.
         return tomllib.loads(file.read_text("utf-8-sig"))
@@ -263,7 +273,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: a folder. Give the path of a TOML config in it.") from None
     except ValueError as error:
         reason = str(error).replace("Cannot overwrite a value", "the key stands twice")
-        raise ConfigError(f"{file}: not a TOML file: {reason}{_line_of(file, reason)}") from error
+        raise ConfigError(f"{file}: not a {kind} file: {reason}{_line_of(file, reason)}") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
@@ -324,10 +334,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
     (["flag"], "true"), (["other"], "false")]``."""
     result: list[tuple[list[str], Any]] = []
     for path, text in split_overrides(arguments):
+        key = ".".join(path)
         if isinstance(text, list):
-            result.append((path, [parse_value(each) for each in text]))
+            result.append((path, [parse_value(each, key) for each in text]))
         elif text is not None:
-            result.append((path, parse_value(text)))
+            result.append((path, parse_value(text, key)))
         elif path[0].startswith("no_"):
             path = [path[0].removeprefix("no_"), *path[1:]]
             result.append((path, _switched(path, on=False)))
@@ -390,26 +401,44 @@ def _is_word(text: str) -> bool:
     return text != "@" and not text.endswith(".toml") and (text[:1] != "-" or is_number)
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str, key: str = "value") -> Any:
     """A TOML value (number, bool, list, inline table), a table or list of JSON, ``None``, or else a
-    string. A date is a string: no key takes one."""
+    string. A date is a string: no key takes one. Raises ``ConfigError`` for JSON that has a key
+    twice; ``key``: what is set, for that error."""
     if text == "None":
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
-        return _json(text)
+        return _json(text, key)
     return text if isinstance(value, datetime.date | datetime.time) else value
 
 
-def _json(text: str) -> Any:
+def _json(text: str, key: str) -> Any:
     """A table or list of JSON; any other text as it is."""
     if not text.startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except TwiceError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except (ValueError, RecursionError):
         return text
+
+
+class TwiceError(ValueError):
+    """An object of JSON has two values of one key."""
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON with these keys. Raises ``TwiceError``: of two values, one would be lost
+    without a word, and TOML refuses that too."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TwiceError(f"the key {twice!r} stands twice in a table")
+    return table
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:

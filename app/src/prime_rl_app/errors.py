@@ -48,7 +48,10 @@ _KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*")(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*
 
 OF_SFT = {
     "orchestrator.train.env.0.args: data: ": "sft.data: ",
+    "orchestrator.train.env.0.args: split: ": "sft.split: ",
+    "orchestrator.train.env.0.args: subset: ": "sft.subset: ",
     "orchestrator.train.env.1.args: data: ": "sft.validation: ",
+    "orchestrator.train.env.1.args: split: ": "sft.validation_split: ",
 }
 """Keys that ``[sft]`` has set, and the key that the user has written."""
 
@@ -62,7 +65,7 @@ def explained(message: str, arguments: Sequence[str]) -> str:
         # Rows that are held out of ``sft.data`` are an env of their own.
         holds_out = not any(place.startswith("sft.validation") for place in written)
         for name, key in OF_SFT.items():
-            message = message.replace(name, "sft.data: " if holds_out else key)
+            message = message.replace(name, key.replace("validation", "data") if holds_out else key)
     lines = [*dict.fromkeys(message.split("\n"))]
     said = [each for line in lines for each in _explained(line, source)]
 

@@ -107,7 +107,7 @@ class Recovery:
         self._began = time.time()
 
 
-def _bytes_moved(process: Process) -> int:
+def bytes_moved(process: Process) -> int:
     """Bytes that a process on this machine, or the trainer's ranks, have read and written; 0 if
     unknown."""
     total = 0
@@ -217,7 +217,7 @@ class Liveness:
         before, num_bytes, silent = self._silent.get(process.name, (beat, 0, 0.0))
         silent = silent + passed if beat == before else 0.0
         if silent > self._config.hang_timeout / 2:  # not at each look: it walks /proc
-            moved = _bytes_moved(process)
+            moved = bytes_moved(process)
             if moved - num_bytes >= MOVED_MIB << 20:
                 num_bytes = moved
                 silent = 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -24,6 +25,9 @@ TABLE = "sft"
 COUNTER = "num_rows"
 """Entry point of ``prime_rl.api``."""
 
+FILES = (".jsonl", ".csv", ".parquet")
+"""How the name of a file with rows ends."""
+
 VALIDATION = "validation"
 """Name of the env that is measured."""
 
@@ -35,8 +39,8 @@ class SftConfig(Settings):
     data: str
     """A file (``.jsonl``, ``.csv``, ``.parquet``), or the name of a data set of the hub. A row has
     ``messages``, or ``prompt`` and ``completion``; ``tools`` where messages call some."""
-    split: str = "train"
-    """Split of a data set of the hub."""
+    split: str | None = None
+    """Split of a data set of the hub. None: ``train``."""
     subset: str | None = None
     """Subset of a data set of the hub."""
     epochs: PositiveFloat = 1.0
@@ -51,8 +55,8 @@ class SftConfig(Settings):
     """Whose tokens train. ``"all"``: every token, those of the chat template included."""
     validation: str | None = None
     """Data whose loss is measured and which does not train, as ``data``."""
-    validation_split: str = "test"
-    """Split of a data set of the hub that validates."""
+    validation_split: str | None = None
+    """Split of a data set of the hub that validates. None: ``test``."""
     hold_out: NonNegativeInt = 0
     """Instead of ``validation``: measure the first rows of ``data``, so many, and train on the
     others."""
@@ -63,6 +67,11 @@ class SftConfig(Settings):
     def _one_validation(self) -> SftConfig:
         if self.validation is not None and self.hold_out:
             raise ValueError("validation and hold_out both name data to measure. Leave one out.")
+        if self.validation is None and self.validation_split is not None:
+            raise ValueError(
+                "validation_split is set, and there is no validation. Name its data: the same as "
+                "data, for another split of that."
+            )
         return self
 
 
@@ -143,24 +152,40 @@ def _orchestrator(sft: SftConfig, every: int) -> dict[str, Any]:
 
 
 def _envs(sft: SftConfig, every: int) -> list[dict[str, Any]]:
-    hub = {"split": sft.split} | ({} if sft.subset is None else {"subset": sft.subset})
-    data = {"data": sft.data, **hub}
+    data = _data(sft, sft.data, sft.split)
     env = {"id": "conversations"}
     train = {**env, "args": data | ({"first": sft.hold_out} if sft.hold_out else {})}
     measured = {**env, "name": VALIDATION, "measure_every": every}
     if sft.validation is not None:
-        held_out = {**hub, "data": sft.validation, "split": sft.validation_split}
-        return [train, {**measured, "args": held_out}]
+        split = sft.validation_split
+        if split is None and not is_file(sft.validation):
+            split = "test"
+        return [train, {**measured, "args": _data(sft, sft.validation, split)}]
     if sft.hold_out:
         return [train, {**measured, "args": {**data, "num_examples": sft.hold_out}}]
     return [train]
+
+
+def _data(sft: SftConfig, data: str, split: str | None) -> dict[str, Any]:
+    """The args of an env that name its rows. The subset is for ``data`` and ``validation``, as far
+    as they are of the hub; if neither is, the reader of files refuses it."""
+    of_hub = [each for each in (sft.data, sft.validation) if each and not is_file(each)]
+    subset = sft.subset if data in of_hub or not of_hub else None
+    args = {"data": data, "split": split, "subset": subset}
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def is_file(data: str) -> bool:
+    """Whether data is a file here, and not a data set of the hub."""
+    return data.lower().endswith(FILES) or Path(data).expanduser().exists()
 
 
 def _num_rows(sft: SftConfig) -> int:
     for entry in entries("prime_rl.api"):
         if entry.name == COUNTER:
             try:
-                return int(entry.load()(sft.data, split=sft.split, subset=sft.subset))
+                args = _data(sft, sft.data, sft.split)
+                return int(entry.load()(args.pop("data"), **args))
             except ConfigError as error:
                 raise ConfigError(f"{TABLE}.{error}") from error
     raise ConfigError(

@@ -32,12 +32,13 @@ from prime_rl_app import children
 from prime_rl_app.attempts import GUARD, Attempts, is_of
 from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl_app.commands import PYTHON
-from prime_rl_app.recovery import Recovery
+from prime_rl_app.recovery import MOVED_MIB, Recovery, bytes_moved
 from prime_rl_app.resolve import Resolved
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
-"""Seconds without a sign of life of the trainer, after the orchestrator is done."""
+"""Seconds without a sign of life of the trainer, after the orchestrator is done: it does not beat,
+and it reads and writes nothing."""
 
 
 def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None) -> None:
@@ -132,6 +133,7 @@ def _watch(
     orchestrator = next(each for each in processes if each.name == "orchestrator")
     awaited = [each for each in processes if each is orchestrator or is_of("trainer", each)]
     beat: int | None = None
+    num_bytes = 0
     deadline = 0.0
     while any(each.exit_code is None for each in awaited):
         stopping = stop is not None and stop.is_asked
@@ -152,10 +154,18 @@ def _watch(
             if stopped and not stopped.trained:
                 return
             newest = last_beat(view.run_dir / "status" / "trainer.json")
+            if not deadline:
+                num_bytes = sum(map(bytes_moved, awaited))
             if newest != beat or not deadline:
                 beat = newest
                 deadline = time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
+                # A large checkpoint is written in one call, which cannot beat.
+                before = num_bytes
+                num_bytes = sum(map(bytes_moved, awaited))
+                deadline = time.monotonic() + TRAINER_GRACE
+                if num_bytes - before >= MOVED_MIB << 20:
+                    continue
                 why = f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
                 why += ", and has given no sign of life since"
                 raise ProcessFailed(why, "trainer", why)

@@ -1,8 +1,10 @@
 """Rollouts in flight: paced, bounded, voided by group, each accounted for exactly once."""
 
 import asyncio
+import gc
 import math
 import random
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -184,6 +186,20 @@ async def test_failed_members_make_a_smaller_group():
         assert [rollout.reward for rollout in group.survivors] == [1.0, 0.5]
         assert group.num_failed == 1 and group.members[1] is None
         assert world.dispatcher.counts == {"dispatched": 3, "finished": 2, "failed": 1}
+
+
+async def test_groups_that_were_taken_or_voided_leave_the_memory():
+    """Their durations are remembered, for the estimates, and not their rollouts."""
+    async with World(size=2, batch=2, lag=1) as world:
+        groups = [weakref.ref(group) for group in world.dispatcher._open.values()]
+        await world.end(0, 1.0, 0.5)
+        world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
+        world.waiting[1, 0].set_result([make_rollout(1.0)])  # one of two, which is lost
+        await settle()
+        assert await world.dispatcher.drop_stale(2)
+        await settle()
+        gc.collect()
+        assert len(groups) >= 2 and [group() for group in groups] == [None] * len(groups)
 
 
 async def test_a_group_whose_members_all_failed_is_handed_on_empty():

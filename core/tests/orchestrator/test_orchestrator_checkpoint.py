@@ -18,12 +18,13 @@ import pytest
 from rotating import RotatingSampler
 from waiting import LIMIT
 
-from prime_rl import Observer, PluginConfig
+from prime_rl import Observer, PluginConfig, Source
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.checkpoint import Checkpointing
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.scoring import stamp
+from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.rundir.checkpoints import Checkpoint, complete, unfinished
@@ -391,6 +392,45 @@ async def test_observers_hear_of_complete_checkpoints_in_order_and_of_no_other(
     await state._look()
     await state._look()
     assert hears.heard == [(2, "step_2", True), (6, "step_6", True)]
+
+
+class Keeps(Source):
+    """Has state, and keeps what it finds in each complete checkpoint."""
+
+    name = "keeps"
+    num_examples = 1
+
+    def __init__(self) -> None:
+        super().__init__(PluginConfig())
+        self.saves = 0
+        self.heard: list[str] = []
+
+    def save(self, directory: Path) -> None:
+        self.saves += 1
+        (directory / "saves").write_text(f"{self.saves}")
+
+    def checkpoint_complete(self, directory: Path) -> None:
+        self.heard.append((directory / "saves").read_text())
+
+
+async def test_a_source_hears_which_of_its_states_are_in_a_complete_checkpoint(
+    tmp_path: Path,
+) -> None:
+    state = await begun(tmp_path, observer=Deaf())
+    source = Keeps()
+    state.envs[0].source = ExternalSource("a", SimpleNamespace(), source)  # type: ignore[arg-type]
+    state._parts["sources/a"] = source
+    for step in (2, 4, 6):
+        await state._write(step)
+    shutil.rmtree(unfinished(tmp_path, 2).directory)  # the trainer has given it up
+    complete(tmp_path, 4)
+    for _ in range(3):
+        await state._look()
+    assert source.heard == ["2"]
+    made = complete(tmp_path, 6)
+    state.context.launch = SimpleNamespace(checkpoint=made, first_step=7)  # type: ignore[misc]
+    await state.before_training()
+    assert source.heard == ["2", "3"]
 
 
 async def test_a_checkpoint_that_replaces_another_is_announced_when_it_is_complete(

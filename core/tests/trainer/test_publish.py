@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from waiting import Clock
 
 from prime_rl import Header, RunError, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import published
+from prime_rl.trainer import publish, published
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Broadcaster, export
 from prime_rl.trainer.published import Publisher
@@ -207,6 +208,29 @@ def test_files_follow_a_version_that_was_not_delivered(
     broadcaster.prepare(1, exact=False, last=False)
     broadcaster.pass_on()
     assert has_files(tmp_path / "step_1")
+
+
+def test_a_trainer_that_waits_for_engines_gives_signs_of_life(
+    sender: Sender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may compile for longer than ``recovery.hang_timeout``."""
+    clock, beats = Clock(), list[float]()
+    monkeypatch.setattr(publish, "time", clock)
+    status = Status(tmp_path / "trainer.json")
+    monkeypatch.setattr(status, "beat", lambda: beats.append(clock.now))
+
+    def wait(directory: Path, files_wanted: Callable[[], bool]) -> object:
+        for _ in range(16):
+            assert not files_wanted()
+            clock.now += 0.25
+        return {"to": directory.name}
+
+    monkeypatch.setattr(sender, "wait", wait)
+    model: Any = torch.nn.Linear(2, 3)
+    broadcaster = Broadcaster(model, Publisher(tmp_path, keep=2), sender, status)
+    broadcaster.prepare(1, exact=False, last=False)
+    broadcaster.pass_on()
+    assert beats == [1000.0, 1001.0, 1002.0, 1003.0]
 
 
 def test_a_full_disk_delays_a_version_that_waits_in_memory(

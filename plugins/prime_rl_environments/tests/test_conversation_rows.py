@@ -83,6 +83,12 @@ def test_a_parquet_file_has_the_same_conversations(tmp_path):
     assert found == [{"messages": [ASK, REPLY]}, {"messages": [ASK, REPLY, ASK, REPLY]}]
 
 
+def test_a_key_that_stands_twice_in_a_cell_of_json_is_refused():
+    cell = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant"}]'
+    with pytest.raises(ConfigError, match="row 1, column 'messages': the key 'content' stands tw"):
+        conversations_of([{"messages": cell}])
+
+
 def test_what_a_message_says_may_be_json_and_stays_a_text():
     ask = {"role": "user", "content": '[{"id": 1}]'}
     reply = {"role": "assistant", "content": '["a", "b"]'}

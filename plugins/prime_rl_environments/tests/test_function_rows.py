@@ -8,7 +8,7 @@ import sys
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conversations.check_args import check_args as check_conversations
+from conversations.check_args import read_conversations
+from conversations.taskset import ConversationsConfig
+from function.bring import function_env
+from function.check_args import check_args as check_function
 from function.rows import checked_rows, num_rows, read_rows, rows_of
+from function.taskset import FunctionConfig
 from prime_rl import ConfigError
+from program.taskset import ProgramTasksetConfig
 
 ROWS = [{"prompt": "2+3?", "answer": "5"}, {"prompt": "a\u2028b", "answer": 'x,"y"\nz'}]
 
@@ -187,6 +194,74 @@ def test_a_data_set_of_the_hub_is_loaded_by_name_split_and_subset(
     assert asked == [("openai/gsm8k", "main", "test")]
     with pytest.raises(ConfigError, match=r"split 'tset' of 'openai/gsm8k' .* no split 'tset'"):
         read_rows("openai/gsm8k", "tset")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("set_", [{"split": "test"}, {"split": "train"}, {"subset": "main"}])
+def test_a_split_or_subset_of_a_file_is_refused_where_one_is_set(
+    tmp_path: Path, suffix: str, set_: dict[str, str]
+) -> None:
+    path = str(write(tmp_path / f"rows{suffix}", ROWS))
+    ((key, value),) = set_.items()
+    says = f"^{key}: '{value}' is of a data set of the hub; .*rows{suffix} is a file"
+    for read in (read_rows, num_rows, read_conversations):
+        with pytest.raises(ConfigError, match=says):
+            read(path, **set_)  # type: ignore[operator]
+    for check in (check_function, check_conversations):
+        with pytest.raises(ConfigError, match=says):
+            check({"data": path, "reward": "no_module.f", **set_})
+    for config in (FunctionConfig, ConversationsConfig, ProgramTasksetConfig):
+        assert config(data=path).split is None
+    with pytest.raises(ConfigError, match=says):
+        read_rows(path, **config(data=path, **set_).model_dump(include={"split", "subset"}))
+
+
+def test_a_split_of_prompts_that_are_given_is_refused(tmp_path: Path) -> None:
+    for prompts in (["a"], str(write(tmp_path / "rows.jsonl", ROWS))):
+        with pytest.raises(ConfigError, match=r"^split: 'test' is of a data set of the hub"):
+            function_env(prompts, "builtins:len", split="test", output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["teknium/OpenHermes-2.5", "a/b.c", "a.b/c", "gsm8k-1.0", "HuggingFaceH4/ultra_v0.1"]
+)
+def test_a_dot_is_part_of_a_data_sets_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, split: str) -> pa.Table:
+        asked.append((name, subset, split))
+        return SimpleNamespace(to_list=lambda: ROWS)
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert read_rows(name) == ROWS
+    assert asked == [(name, None, "train")]
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.json", "rows.txt", "data/rows.TSV", "rows.jsonl.gz", "rows.py", "./a", "a/b/c"]
+)
+def test_what_can_only_be_a_file_is_not_looked_for_at_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_rows(name)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "a", "answer": "1", "answer": "1"}',
+        '{"prompt": [{"role": "user", "content": "a", "role": "system"}]}',
+    ],
+)
+def test_a_key_that_stands_twice_in_a_row_is_refused_with_its_line(
+    tmp_path: Path, row: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "first"}}\n\n{row}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 3: the key '\w+' stands twice in a t"):
+        read_rows(str(path))
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]

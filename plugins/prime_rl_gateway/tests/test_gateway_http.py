@@ -546,7 +546,7 @@ async def test_versions_that_a_run_has_lost_count_as_its_newest(gateway: Any) ->
     assert rollout.samples[0].policy_versions.max() == 8
 
 
-async def test_files_of_sessions_go_when_enough_checkpoints_have_them(
+async def test_files_of_sessions_go_when_enough_complete_checkpoints_have_them(
     gateway: Any, tmp_path: Any
 ) -> None:
     async with gateway(echo) as running:
@@ -555,10 +555,13 @@ async def test_files_of_sessions_go_when_enough_checkpoints_have_them(
         await running.reward(session, reward=1.0)
         running.source.settled(await running.group(), None)
         (file,) = (running.host.folder / "gateway" / "sessions").iterdir()
-        for _ in range(8):
+        for _ in range(9):  # the trainer completes none of them
             running.source.save(tmp_path)
-            assert file.exists()
-        running.source.save(tmp_path)
+        for _ in range(8):
+            running.source.checkpoint_complete(tmp_path)
+        await running.source._tidy()
+        assert file.exists()
+        running.source.checkpoint_complete(tmp_path)
         await until(lambda: not file.exists())
         running.source.save(tmp_path)
     async with gateway(echo, load=tmp_path) as running:

@@ -125,6 +125,7 @@ def test_jsonl_and_parquet_give_the_same_rows(gsm8k: Path, tmp_path: Path) -> No
     ("line", "args", "message"),
     [
         ("{", {}, "gsm8k.jsonl, line 4: no JSON"),
+        ('{"question": "a", "question": "b"}', {}, "line 4: no JSON .the key 'question' stands tw"),
         ("[" * 9999, {}, "gsm8k.jsonl, line 4: no JSON"),
         ("[1]", {}, r"line 4: expected an object, found '\[1\]'"),
         ('{"problem": "?"}', {}, "no column 'question'; its columns are: problem"),

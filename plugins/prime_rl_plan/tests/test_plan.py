@@ -26,7 +26,14 @@ from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, SHEETS, Machines, here, parse
 from prime_rl_plan.devices import MIB as CARDS
-from prime_rl_plan.estimate import Plan, Side, copy_to_send, engine_side, kv_copies
+from prime_rl_plan.estimate import (
+    Plan,
+    Side,
+    copy_to_send,
+    engine_side,
+    gpus_of_copy,
+    kv_copies,
+)
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[3]
@@ -169,6 +176,14 @@ def test_tensor_parallelism_divides_heads_and_no_latent(latent: int | None, copi
     assert kv_copies(facts) == copies
 
 
+def test_prefill_engines_have_copies_of_the_weights_of_their_own() -> None:
+    """Two GPUs for each of three engines: half of the weights on a GPU, not a sixth."""
+    settings = {"tensor_parallel_size": 2, "prefill_engines": 2}
+    config = SimpleNamespace(model_dump=lambda: settings)
+    facts: Any = SimpleNamespace(engine=SimpleNamespace(config=config, num_gpus=6))
+    assert gpus_of_copy(facts) == 2
+
+
 @pytest.mark.parametrize(
     ("table", "free", "size"),
     [
@@ -226,16 +241,18 @@ def test_advice_adds_changes_until_it_fits() -> None:
     config = load_config([], ["--model.name", "o/m", "--max_steps", "1", "--seq-len", "100"])
     trainer = config.trainer.model_copy(update={"micro_batch_tokens": 400})
     config = config.model_copy(update={"trainer": trainer})
-    needs = {(): 50.0, ("1",): 40.0, ("1", "100"): 20.0}
+    needs = {(): 50.0, ("true",): 48.0, ("true", "1"): 40.0, ("true", "1", "100"): 20.0}
 
     def plan(values: tuple[str, ...]) -> Plan:
         side, machines = Side({}, 30.0, needs[values]), Machines(nodes=1, count=1)
         others: dict[str, Any] = {"tokens": 1, "rows": 1, "concurrency": 1}
-        others |= {"update": 0.0, "seconds": {}, "facts": SimpleNamespace(ranks=1)}
+        facts = SimpleNamespace(ranks=1, measured={"keeps_gathered": not values})
+        others |= {"update": 0.0, "seconds": {}, "facts": facts}
         return Plan(config, machines, [], side, None, {}, **others)
 
     changes, found = advise(plan(()), lambda given: plan(tuple(value for _, value in given)))
     assert changes == [
+        ("trainer.reshard_after_forward", "true"),
         ("trainer.activation_checkpointing", "1"),
         ("trainer.micro_batch_tokens", "100"),
     ]

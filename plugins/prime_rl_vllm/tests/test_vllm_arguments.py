@@ -12,7 +12,7 @@ from prime_rl import ConfigError, ConfigWarning, EngineLaunch
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import ENGINE, collect, settings_of
 from prime_rl_vllm import Vllm, VllmConfig
-from prime_rl_vllm.arguments import OWNED, coarse_parts, to_flags, with_defaults
+from prime_rl_vllm.arguments import NOT_SPLIT, OWNED, coarse_parts, to_flags, with_defaults
 from prime_rl_vllm.cpu_start import cpu_settings
 from prime_rl_vllm.server import parse
 
@@ -302,6 +302,34 @@ def test_chunked_prefill_is_refused_on_a_cpu():
         ConfigError, match="enable_chunked_prefill: is True; on a CPU vLLM then dies"
     ):
         cpu_settings({"enable_chunked_prefill": True})
+
+
+def test_each_prefill_engine_takes_as_many_gpus_as_the_one_that_samples():
+    assert Vllm(config(tensor_parallel_size=2, prefill_engines=2)).num_gpus == 6
+    command = Vllm(config(prefill_engines=2)).command(LAUNCH)
+    settings = parse(command.argv[4:]).settings
+    assert settings.prefill_engines == 2 and "prefill_engines" not in settings.arguments
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_what_does_not_go_together_with_prefill_engines_is_refused(name):
+    value = {"kv_connector": "X"} if name == "kv_transfer_config" else 2
+    with pytest.raises(ConfigError) as caught:
+        config(prefill_engines=1, **{name: value})
+    refusal = f"inference.vllm.{name}: is {value!r}, and prefill_engines is 1: {NOT_SPLIT[name]}"
+    assert refusal in str(caught.value)
+    assert config(prefill_engines=0, **{name: value}).arguments[name] == value
+
+
+def test_prefill_engines_share_no_gpu_with_the_trainer_and_record_no_routes():
+    from dataclasses import replace
+
+    engine = Vllm(config(prefill_engines=1, data_parallel_size=1))
+    assert "sleep" in engine.lacks and "sleep" not in Vllm(config()).lacks
+    with pytest.raises(ConfigError, match=r"prefill_engines: .* with deployment\.colocated"):
+        engine.command(replace(LAUNCH, can_sleep=True))
+    with pytest.raises(ConfigError, match="enable_return_routed_experts: is True, and prefill_"):
+        engine.command(replace(LAUNCH, records_routes=True))
 
 
 def test_the_plugin_registers_the_engine():

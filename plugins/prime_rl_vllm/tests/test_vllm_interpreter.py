@@ -53,6 +53,14 @@ def test_an_interpreter_with_both_packages_is_accepted(tmp_path):
     Vllm(VllmConfig()).check(interpreter(tmp_path, f"echo '{found}'"))
 
 
+def test_prefill_engines_need_nixl(tmp_path):
+    found = f'"vllm": "0.33.0", "prime-rl-vllm": "{OURS}"'
+    engine = Vllm(VllmConfig(prefill_engines=1))
+    with pytest.raises(ConfigError, match=r"prefill_engines: .* has no nixl: pip install nixl"):
+        engine.check(interpreter(tmp_path, f"echo '{{{found}}}'"))
+    engine.check(interpreter(tmp_path, f"""echo '{{{found}, "nixl": "1.5.1"}}'"""))
+
+
 @pytest.mark.parametrize("found", ["0.32.0", "0.33.2", "0.32.1+cpu", "0.33.0rc1"])
 def test_versions_0_32_and_0_33_are_supported(found):
     check_version("vllm", found, "here")

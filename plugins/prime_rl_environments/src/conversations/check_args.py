@@ -19,8 +19,8 @@ class ConversationsArgs(BaseModel):
     data: str
     """A file (``.jsonl``, ``.csv``, ``.parquet``), or the name of a data set of the hub. A row has
     ``messages``, or ``prompt`` and ``completion``; ``tools`` where messages call some."""
-    split: str = "train"
-    """Split of a data set of the hub."""
+    split: str | None = None
+    """Split of a data set of the hub. None: ``train``."""
     subset: str | None = None
     """Subset of a data set of the hub."""
     first: int = Field(0, ge=0)
@@ -36,7 +36,7 @@ def conversations_for(args: Any) -> list[Conversation]:
 
 
 def read_conversations(
-    data: str, *, split: str = "train", subset: str | None = None
+    data: str, *, split: str | None = None, subset: str | None = None
 ) -> list[Conversation]:
     """The conversations of a file or of a data set of the hub: ``messages`` each, and ``tools`` if
     there are some. Raises ``ConfigError``."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from function.rows import TwiceError, unique_keys
 from prime_rl import ROLES, ConfigError
 
 Conversation: TypeAlias = dict[str, Any]
@@ -24,7 +25,9 @@ def conversations_of(rows: Sequence[Mapping[str, Any]], first: int = 1) -> list[
 
 
 def _of(row: Mapping[str, Any], where: str) -> Conversation:
-    columns = {name: _column(name, value) for name, value in row.items() if value is not None}
+    columns = {
+        name: _column(name, value, where) for name, value in row.items() if value is not None
+    }
     if "messages" in columns:
         messages = _messages(columns["messages"], "user", f"{where}: messages")
     elif "prompt" in columns and "completion" in columns:
@@ -85,12 +88,14 @@ def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
     return message | {"content": "".join(texts)}
 
 
-def _column(name: str, value: Any) -> Any:
+def _column(name: str, value: Any, where: str) -> Any:
     """CSV has lists as the text of JSON. Only a whole column is read so: what a message says may be
     JSON too, and stays a text."""
     if name in LISTS and isinstance(value, str) and value.startswith("[{"):
         try:
-            parsed = json.loads(value)
+            parsed = json.loads(value, object_pairs_hook=unique_keys)
+        except TwiceError as error:
+            raise ConfigError(f"{where}, column {name!r}: {error}") from error
         except ValueError:
             return value
         may_be_text = name in ("prompt", "completion")

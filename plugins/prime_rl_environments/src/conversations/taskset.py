@@ -16,7 +16,7 @@ class ConversationsConfig(vf.TasksetConfig):
     """``args`` of an env ``conversations``; see ``ConversationsArgs``."""
 
     data: str = ""
-    split: str = "train"
+    split: str | None = None
     subset: str | None = None
     first: NonNegativeInt = 0
     num_examples: PositiveInt | None = None

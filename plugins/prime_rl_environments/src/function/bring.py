@@ -26,7 +26,7 @@ def function_env(
     weights: Mapping[str, float] | None = None,
     prompt_column: str = "prompt",
     system_prompt: str | None = None,
-    split: str = "train",
+    split: str | None = None,
     in_process: bool = False,
     output_dir: str | Path = "outputs",
 ) -> dict[str, Any]:
@@ -45,6 +45,11 @@ def function_env(
     functions, paths = _apart(rewards)
     folder = Path(output_dir).absolute() / FOLDER
     is_named = isinstance(prompts, str | Path)
+    if split is not None and not is_named:
+        raise ConfigError(
+            f"split: {split!r} is of a data set of the hub, and prompts has the rows themselves. "
+            "Leave split out."
+        )
     rows = read_rows(str(prompts), split) if is_named else rows_of(prompts)
     checked = checked_rows(rows, prompt_column, system_prompt)
     check_columns(reward_functions(functions), checked)

@@ -31,8 +31,8 @@ class FunctionArgs(BaseModel):
     prompt_column: str = "prompt"
     system: str | None = None
     """System prompt of every row that has none in a column ``system_prompt``."""
-    split: str = "train"
-    """The split of a data set of the hub."""
+    split: str | None = None
+    """The split of a data set of the hub. None: ``train``."""
     subset: str | None = None
     """The subset of a data set of the hub."""
     first: int = Field(0, ge=0)

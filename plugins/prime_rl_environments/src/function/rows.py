@@ -20,6 +20,20 @@ Row = dict[str, Any]
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 
+OTHER_SUFFIXES = frozenset(
+    {
+        *(".json", ".ndjson", ".jsonlines", ".yaml", ".yml", ".toml", ".xml"),
+        *(".txt", ".md", ".tsv", ".xls", ".xlsx", ".ods", ".py"),
+        *(".pq", ".arrow", ".feather", ".orc", ".avro", ".lance", ".db", ".sqlite"),
+        *(".npy", ".npz", ".pkl", ".pickle", ".pt", ".h5", ".hdf5"),
+        *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz"),
+    }
+)
+"""Files of other kinds. Any other dot may be part of a data set's name: ``OpenHermes-2.5``."""
+
+SPLIT = "train"
+"""The split of a data set of the hub, where none is set."""
+
 LONGEST_CELL = 2**31 - 1
 """Characters of a cell of CSV. The module's own limit, 131,072, is less than a long prompt has."""
 
@@ -29,9 +43,10 @@ INSTALL = "pip install {0}"
 # -- where they come from ------------------------------------------------------------------------
 
 
-def read_rows(data: str, split: str = "train", subset: str | None = None) -> list[Row]:
-    """The rows of a file, or of a data set of the hub. Raises ``ConfigError``."""
-    path = _file(data)
+def read_rows(data: str, split: str | None = None, subset: str | None = None) -> list[Row]:
+    """The rows of a file, or of a data set of the hub. ``split``: of the hub; None: ``train``.
+    Raises ``ConfigError``."""
+    path = _file(data, split, subset)
     if path is not None:
         rows: list[Row] = _of_file(path, READERS)
     else:
@@ -50,19 +65,28 @@ def chosen_rows(args: Any) -> list[Row]:
     return chosen
 
 
-def num_rows(data: str, split: str = "train", subset: str | None = None) -> int:
+def num_rows(data: str, split: str | None = None, subset: str | None = None) -> int:
     """How many rows ``read_rows`` gives, without making them. Raises ``ConfigError``."""
-    path = _file(data)
+    path = _file(data, split, subset)
     number: int = len(_of_hub(data, split, subset)) if path is None else _of_file(path, COUNTERS)
     return number
 
 
-def _file(data: str) -> Path | None:
-    """None: it is the name of a data set of the hub. Raises ``ConfigError``."""
+def _file(data: str, split: str | None, subset: str | None) -> Path | None:
+    """None: it is the name of a data set of the hub. Raises ``ConfigError``, also for a split or
+    subset of a file, all of whose rows are read."""
     path = Path(data).expanduser()
-    if path.suffix in SUFFIXES or path.exists():
+    suffix = path.suffix.lower()
+    if suffix in SUFFIXES or path.exists():
+        for key, value in (("split", split), ("subset", subset)):
+            if value is not None:
+                raise ConfigError(
+                    f"{key}: {value!r} is of a data set of the hub; {data} is a file, and all of "
+                    f"its rows are read. Leave {key} out, or give a file of these rows alone."
+                )
         return path
-    if data.count("/") <= 1 and not data.startswith((".", "/", "~")) and not path.suffix:
+    is_a_name = data.count("/") <= 1 and not data.startswith((".", "/", "~"))
+    if is_a_name and suffix not in OTHER_SUFFIXES:
         return None
     raise ConfigError(
         f"data: there is no file {data!r}; expected a file {', '.join(SUFFIXES)}, or the name of a "
@@ -97,7 +121,9 @@ def _of_jsonl(path: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=unique_keys)
+        except TwiceError as error:
+            raise ConfigError(f"data: {path}, line {number}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"data: {path}, line {number}: no JSON ({error})") from error
         if not isinstance(row, dict):
@@ -108,6 +134,21 @@ def _of_jsonl(path: Path) -> list[Row]:
         rows.append(row)
 
     return rows
+
+
+class TwiceError(ValueError):
+    """An object of JSON has two values of one key."""
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON with these keys. Raises ``TwiceError``: of two values, one would be lost
+    without a word."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TwiceError(f"the key {twice!r} stands twice in a table")
+    return table
 
 
 def _lines_of(path: Path) -> int:
@@ -181,15 +222,15 @@ COUNTERS = {
 }
 
 
-def _of_hub(name: str, split: str, subset: str | None) -> Any:
+def _of_hub(name: str, split: str | None, subset: str | None) -> Any:
     """A data set of ``datasets``."""
     what = f"data: {name!r} is no file here; reading it as a data set of the hub needs datasets"
     datasets = _needs("datasets", what, "datasets")
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(name, subset, split=split or SPLIT)
     except Exception as error:  # errors of the hub, of the network, of the data set
         raise ConfigError(
-            f"data: loading split {split!r} of {name!r} from the hub failed: "
+            f"data: loading split {split or SPLIT!r} of {name!r} from the hub failed: "
             f"{type(error).__name__}: {error}. Without a network, give a file."
         ) from error
 

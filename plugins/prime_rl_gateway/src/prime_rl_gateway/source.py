@@ -35,15 +35,15 @@ from prime_rl import (
 )
 from prime_rl_gateway.book import ENDED, SETTLED, Book, Quota, Session, State
 from prime_rl_gateway.settings import DEFAULT_TENANT, GatewayConfig, Tenant
-from prime_rl_gateway.store import Address, Record, Store
+from prime_rl_gateway.store import Address, Record, Store, log_lost
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Between two looks for sessions that have expired and groups that have waited long enough."""
-KEPT_SAVES = 8
-"""Checkpoints whose sessions keep their files: the trainer completes a checkpoint some steps after
-this part of it is written."""
+KEPT_CHECKPOINTS = 8
+"""Complete checkpoints whose sessions keep their files: a run that goes back to an earlier one
+gives them again."""
 FOLDER = "gateway"
 SETTLED_FILE = "settled.json"
 RETRY_SECONDS = 5.0
@@ -79,8 +79,8 @@ class Gateway(Source):
         """Requests for a group that wait."""
         self._settled: dict[str, State] = {}
         """What became of the sessions of settled groups whose files are there."""
-        self._saved: list[list[str]] = []
-        """Those of them that each of the last checkpoints was the first to have."""
+        self._checkpointed: list[list[str]] = []
+        """Those of them that each of the last complete checkpoints was the first to have."""
         self._gone: list[Session] = []
         """Sessions that have ended without training, and their files may be there."""
         self._superfluous: list[str] = []
@@ -92,7 +92,7 @@ class Gateway(Source):
         self.server: Any = None
 
     async def setup(self, host: Host) -> None:
-        """Read the sessions of an earlier process, and listen. Raises ``ConfigError``."""
+        """Listen, and read the sessions of an earlier process. Raises ``ConfigError``."""
         other = next((each for each in _serving if each is not self), None)
         if other is not None:
             raise ConfigError(
@@ -125,8 +125,11 @@ class Gateway(Source):
             retry_after=self.config.retry_after,
             clock=lambda: self._clock(),
         )
+        # Clients whose connection is refused give up sooner than those that are told to wait.
+        await self._listen()
         await self._restore()
-        await self._listen(keys)
+        self.server.is_ready = True
+        await self._publish_address(keys)
         _serving.add(self)
         self._looks = asyncio.create_task(self._look())
 
@@ -175,28 +178,34 @@ class Gateway(Source):
         )
 
     async def _restore(self) -> None:
-        """Sessions go on where an earlier process has left them."""
+        """Sessions go on where an earlier process has left them. Only those that are open are read
+        whole, one after the other."""
         restored = Counter[str]()
-        records = await asyncio.to_thread(lambda: [*self._store.read_all()])
-        times = [max(each.place.touched_at, each.place.rewarded_at) for each in records]
-        if times:
-            self._began = max(times) - time.monotonic()
-        for record in records:
-            session = record.place.session()
+        places = await asyncio.to_thread(self._store.places)
+        times = [max(place.touched_at, place.rewarded_at) for place in places]
+        ended_at = max(times, default=self._clock())
+        for place in places:
+            session = place.session()
             if session.tenant not in self.book.quotas:
                 restored["of tenants that are gone"] += 1
-                if self._clock() - session.touched_at > self.config.session_timeout:
+                if ended_at - session.touched_at > self.config.session_timeout:
                     self._superfluous.append(session.id)
                 continue
+            if session.is_open:
+                try:
+                    record = await asyncio.to_thread(self._store.read, session.id)
+                except (OSError, ValueError) as error:
+                    log_lost(session.id, error)
+                    continue
+                self.server.restore(session, record)
             restored[session.state] += 1
             self.book.restore(session)
-            if session.is_open:
-                self.server.restore(session, record)
+        self._began = ended_at - time.monotonic()
         if restored:
             counts = ", ".join(f"{number} {state}" for state, number in restored.items())
             log.info("sessions of an earlier process: %s", counts)
 
-    async def _listen(self, keys: Mapping[str, str]) -> None:
+    async def _listen(self) -> None:
         before = self._store.address()
         port = self.config.port or (0 if before is None else before.port)
         try:
@@ -208,6 +217,7 @@ class Gateway(Source):
                 "another algo.sampling.source.port, or 0 for a free one in a new run."
             ) from error
 
+    async def _publish_address(self, keys: Mapping[str, str]) -> None:
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         address = Address(
             env=self._host.env,
@@ -382,24 +392,37 @@ class Gateway(Source):
         }
 
     def save(self, directory: Path) -> None:
-        """Write what became of the sessions that are settled. Files of those that older checkpoints
-        have are superfluous: a run continues from the newest one that is complete."""
+        """Write what became of the sessions that are settled."""
         (directory / SETTLED_FILE).write_text(json.dumps(self._settled), "utf-8")
-        known = {session_id for saved in self._saved for session_id in saved}
+
+    def checkpoint_complete(self, directory: Path) -> None:
+        """Files of the sessions that older complete checkpoints have are superfluous. One that the
+        trainer has given up counts for nothing: the run may go back to the one before."""
+        try:
+            named = self._read_settled(directory)
+        except ConfigError as error:  # nothing is deleted for it
+            log.warning("%s", error)
+            return
+        known = {session_id for names in self._checkpointed for session_id in names}
         known |= {*self._superfluous}
-        self._saved.append([each for each in self._settled if each not in known])
-        while len(self._saved) > KEPT_SAVES:
-            self._superfluous += self._saved.pop(0)
+        new = [each for each in named if each in self._settled and each not in known]
+        self._checkpointed.append(new)
+        while len(self._checkpointed) > KEPT_CHECKPOINTS:
+            self._superfluous += self._checkpointed.pop(0)
 
     def load(self, directory: Path) -> None:
         """Sessions that the checkpoint has are not given again. Raises ``ConfigError``."""
+        self._settled = self._read_settled(directory)
+        for session_id, state in self._settled.items():
+            self.book.settle(session_id, state)
+        self._checkpointed = []  # `checkpoint_complete` names this checkpoint next
+
+    def _read_settled(self, directory: Path) -> dict[str, State]:
+        """What ``save`` wrote. Raises ``ConfigError``."""
         path = directory / SETTLED_FILE
         try:
-            self._settled = msgspec.json.decode(path.read_bytes(), type=dict[str, State])
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, State])
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"env {self._host.env!r}: expected the state of its gateway in {path}: {error}"
             ) from error
-        for session_id, state in self._settled.items():
-            self.book.settle(session_id, state)
-        self._saved = [[*self._settled]]

@@ -246,6 +246,7 @@ def measure(
         "model": dict(table),
         "gpu": _on_gpu(config, machines),
         "half": _in_half(config, machines),
+        "memory": machines.memory,
         "ranks": ranks,
         "rows": rows,
         "row_tokens": config.row_tokens,
@@ -315,12 +316,19 @@ def copy_to_send(facts: PlanFacts, free: float) -> float:
 # -- the engine
 
 
+def gpus_of_copy(facts: PlanFacts) -> int:
+    """GPUs that share one copy of an engine's weights. Those of vLLM's ``prefill_engines`` have
+    copies of their own."""
+    settings = facts.engine.config.model_dump()
+    return facts.engine.num_gpus // (1 + int(settings.get("prefill_engines") or 0))
+
+
 def engine_side(facts: PlanFacts) -> tuple[Side, int]:
     """One GPU of an engine, and how many of the longest samples its KV holds. Keys of vLLM's names
     (``gpu_memory_utilization``) are read from any engine's table."""
     machines = facts.machines
     settings = facts.engine.config.model_dump()
-    spread = facts.engine.num_gpus if machines.count else 1
+    spread = gpus_of_copy(facts) if machines.count else 1
     weights = facts.weights * facts.size / spread
     longest = facts.config.inference.max_model_len or facts.config.seq_len
     sample = kv_bytes(facts.table, facts.size) * kv_copies(facts) * longest / spread
@@ -449,7 +457,7 @@ def moving_seconds(facts: PlanFacts) -> float:
     """The trainer's state to the GPU and back, and an engine's weights: both take turns."""
     held = facts.measured["peaks"]["update"]
     state = held.get("weights", 0) + held.get("optimizer", 0)
-    served = facts.weights * facts.size / facts.engine.num_gpus
+    served = facts.weights * facts.size / gpus_of_copy(facts)
     return 2 * float(state + served) / HOST
 
 
@@ -461,7 +469,7 @@ def sampling_seconds(facts: PlanFacts, concurrency: int) -> float:
     size = facts.size
     if config.inference.base_url is not None or not concurrency:
         return 0.0
-    spread = facts.engine.num_gpus
+    spread = gpus_of_copy(facts)
     most = config.orchestrator.train.sampling.max_completion_tokens or config.seq_len // 2
     completion = min(most, config.seq_len - 1)
     prompt = config.seq_len - completion

@@ -76,6 +76,7 @@ def test_options_are_checked_and_laid_over_every_env():
         ({"num_examples": 0}, "--num-examples: Input should be greater than 0 (got 0)"),
         ({"top_p": 1.5}, "--top-p: Input should be less than or equal to 1"),
         ({"env_args": "{"}, "--env-args: not JSON"),
+        ({"env_args": '{"x": 1, "x": 2}'}, "--env-args: not JSON: the key 'x' stands twice"),
         ({"env_args": "[1]"}, "--env-args: expected a JSON object"),
     ]:
         assert reason in refusal(validated, EvalSettings, options)

@@ -7,15 +7,16 @@ Python environment. It imports nothing heavy.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, NonNegativeInt, model_validator
 
 from prime_rl import (
+    ConfigError,
     ConfigWarning,
     Engine,
     EngineCommand,
@@ -24,11 +25,15 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl_broadcast.group import TRANSPORTS
-from prime_rl_vllm.arguments import check_keys, check_policy, check_routes, coarse_parts
-from prime_rl_vllm.interpreter import check_interpreter
-
-PARALLEL = ("tensor", "pipeline", "data")
-"""The kinds of parallelism by which one server uses several GPUs."""
+from prime_rl_vllm.arguments import (
+    check_keys,
+    check_policy,
+    check_routes,
+    check_split,
+    coarse_parts,
+    num_gpus,
+)
+from prime_rl_vllm.interpreter import check_interpreter, check_nixl
 
 
 class VllmConfig(PluginConfig):
@@ -36,6 +41,7 @@ class VllmConfig(PluginConfig):
 
     ``gpu_memory_utilization = 0.8``, ``enforce_eager = true``, ``compilation_config = { level = 0
     }``. vLLM checks names and values when the server starts. Keys that prime-rl sets are refused.
+    ``prefill_engines`` is a key of ours: further engines of each replica compute the prompts.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
@@ -43,16 +49,20 @@ class VllmConfig(PluginConfig):
     dtype: str = "auto"
     """Dtype of weights and computation. ``auto`` is vLLM's choice. ``float32`` gives the smallest
     mismatch between engine and trainer, and is fast on CPUs without native bfloat16."""
+    prefill_engines: NonNegativeInt = 0
+    """Further engines of each replica, on GPUs of their own, that compute the prompts. The one that
+    samples takes over their keys and values (needs ``nixl``)."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> VllmConfig:
         check_keys(self.model_extra or {})
+        check_split(self.arguments, self.prefill_engines)
         return self
 
     @property
     def arguments(self) -> dict[str, Any]:
         """vLLM's arguments by name."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude={"prefill_engines"})
 
 
 class Vllm(Engine):
@@ -71,12 +81,23 @@ class Vllm(Engine):
         for note in coarse_parts(arguments):
             warnings.warn(f"inference.vllm.{note}", ConfigWarning, stacklevel=2)
         check_interpreter(python)
+        if self._prefill_engines:
+            check_nixl(python)
+
+    @property
+    def lacks(self) -> Mapping[str, str]:  # type: ignore[override]  # settings decide
+        """With prefill engines, sleep: each engine has GPUs of its own."""
+        why = "each engine has GPUs of its own (inference.vllm.prefill_engines)"
+        return {"sleep": why} if self._prefill_engines else {}
+
+    @property
+    def _prefill_engines(self) -> int:
+        return cast(VllmConfig, self.config).prefill_engines
 
     @property
     def num_gpus(self) -> int:
-        """The product of tensor, pipeline and data parallelism."""
-        arguments = cast(VllmConfig, self.config).arguments
-        return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
+        """The product of tensor, pipeline and data parallelism, for each engine of the server."""
+        return num_gpus(cast(VllmConfig, self.config).arguments) * (1 + self._prefill_engines)
 
     @property
     def capacity(self) -> int | None:
@@ -102,6 +123,12 @@ class Vllm(Engine):
         if launch.records_routes:
             check_routes(arguments)
             arguments["enable_return_routed_experts"] = True
+            check_split(arguments, self._prefill_engines)
+        if launch.can_sleep and self._prefill_engines:
+            raise ConfigError(
+                "inference.vllm.prefill_engines: the engines have GPUs of their own, and with "
+                "deployment.colocated they would share those of the trainer. Leave one of them out."
+            )
         options = {
             "model": launch.model_path,
             "served-model-name": launch.served_model_name,
@@ -111,7 +138,7 @@ class Vllm(Engine):
             "seed": launch.seed,
             "policy-version": launch.policy_version,
             "status-path": launch.status_path,
-            "settings": json.dumps(arguments),
+            "settings": json.dumps(arguments | {"prefill_engines": self._prefill_engines}),
         }
         argv = [str(launch.python or sys.executable), "-P", "-m", "prime_rl_vllm.server"]
         argv += [f"--weights-root={root}" for root in launch.weights_roots or ()]

@@ -30,6 +30,7 @@ from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.model_files import weight_dir
 from prime_rl_engine_kit.requests import MAX_UPDATE_BYTES, decode_update
 from prime_rl_vllm.lora import check_native
+from prime_rl_vllm.prefill import hold_prefill
 from prime_rl_vllm.state import State
 
 log = logging.getLogger(__name__)
@@ -140,12 +141,17 @@ class Admin:
         return bool(self._state.engine.model_config.enable_sleep_mode)
 
     async def _hold(self) -> None:
-        await self._state.engine.pause_generation(mode="keep", clear_cache=False)
+        # All engines wait before one of them has other weights: no prompt is computed with newer
+        # ones than its tokens are sampled from.
+        await asyncio.gather(
+            self._state.engine.pause_generation(mode="keep", clear_cache=False),
+            *(hold_prefill(self._state, engine) for engine in self._state.prefill),
+        )
         self._state.pauses += 1  # new salt: later requests may run under the next weights
 
     async def _let_go(self) -> None:
         if not self._state.paused:
-            await self._state.engine.resume_generation()
+            await asyncio.gather(*(e.resume_generation() for e in self._state.engines))
 
     async def _stage(self, given: str) -> Path:
         """Let every worker read and check the folder while requests go on; its path. Raises
@@ -181,7 +187,8 @@ class Admin:
             await self._state.ask_workers("prime_rl_drop")
             adapter = LoRARequest("policy", ADAPTER_ID, str(path))
             # ``load_inplace`` in a request would read the files again at each of its steps.
-            await self._state.engine.add_lora(structs.replace(adapter, load_inplace=True))
+            loaded = structs.replace(adapter, load_inplace=True)
+            await asyncio.gather(*(engine.add_lora(loaded) for engine in self._state.engines))
             self._state.adapter = adapter
 
     async def _receive(self, meeting: BroadcastGroup, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,17 @@ HF_OVERRIDES = {
 }
 """Our defaults within vLLM's ``hf_overrides``."""
 
+PARALLEL = ("tensor", "pipeline", "data")
+"""The kinds of parallelism by which one engine uses several GPUs."""
+NOT_SPLIT = {
+    "kv_transfer_config": "prime-rl sets it for each engine",
+    "kv_offloading_size": "vLLM has one way for keys and values to leave an engine",
+    "enable_sleep_mode": "the engines have GPUs of their own",
+    "device_ids": "prime-rl gives each engine its GPUs",
+    "data_parallel_size": "each engine would need several ports; set inference.replicas",
+    "enable_return_routed_experts": "the engine that samples does not see a prompt's routes",
+}
+"""Arguments of vLLM that an engine with ``prefill_engines`` cannot have, and why."""
 
 COARSE_CACHES = ("fp8", "int", "nvfp", "turboquant")
 """How the coarse formats of a KV cache begin."""
@@ -157,15 +169,34 @@ def check_policy(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"inference.vllm.{name}: keys and values would come from another server or a store, "
             "which keeps those of earlier weights, so the logprobs would be of no version of the "
-            "policy; and requests of a run do not say where a prompt was prefilled. Leave it out. "
-            "kv_offloading_size alone keeps them in this engine's host memory; a frozen model "
-            "(prime-rl serve) may have it."
+            "policy. Leave it out. inference.vllm.prefill_engines computes prompts on other GPUs, "
+            "with the same weights; kv_offloading_size alone keeps keys and values in this "
+            "engine's host memory; a frozen model (prime-rl serve) may have it."
         )
     if arguments.get("watermark_config"):
         raise ConfigError(
             "inference.vllm.watermark_config: tokens would be chosen by a key and the tokens "
             "before them, so the rollouts of a group would repeat each other. Leave it out."
         )
+
+
+def num_gpus(arguments: Mapping[str, Any]) -> int:
+    """GPUs of one engine: the product of tensor, pipeline and data parallelism."""
+    return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
+
+
+def check_split(arguments: Mapping[str, Any], prefill_engines: int) -> None:
+    """Raises ``ConfigError`` for arguments that do not go together with ``prefill_engines``."""
+    if not prefill_engines:
+        return
+
+    for name, why in NOT_SPLIT.items():
+        value = arguments.get(name)
+        if value and not (name == "data_parallel_size" and value == 1):
+            raise ConfigError(
+                f"inference.vllm.{name}: is {value!r}, and prefill_engines is {prefill_engines}: "
+                f"{why}. Leave one of them out."
+            )
 
 
 def check_routes(arguments: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from prime_rl_engine_kit.requests import decode
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.admin import Admin
 from prime_rl_vllm.generate import generate
+from prime_rl_vllm.prefill import end_with_prefill, hand_over_prompts
 from prime_rl_vllm.report import Metrics, report_forever
 from prime_rl_vllm.state import State
 
@@ -134,7 +135,8 @@ class Front:
 
     async def _health(self, _: HTTPRequest) -> Response:
         try:
-            await self.state.engine.check_health()
+            for engine in self.state.engines:
+                await engine.check_health()
         except Exception as error:  # any exception of vLLM means that the engine is dead
             raise RequestError(f"the engine has ended: {error}", 503) from error
 
@@ -179,14 +181,22 @@ async def _prepare(state: State, engine: Any) -> None:
     from prometheus_client import REGISTRY
 
     state.engine = engine
-    for problem in await state.ask_workers("prime_rl_remember", state.model_dir):
-        if problem is not None:
-            raise RequestError(f"cannot check weight updates: {problem}")
+    for number, each in enumerate(state.engines):
+        first = number * state.num_workers
+        for problem in await state.ask_workers_of(
+            each, "prime_rl_remember", state.model_dir, first
+        ):
+            if problem is not None:
+                raise RequestError(f"cannot check weight updates: {problem}")
 
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
     if state.serves_adapters:
-        _add_adapter(state, engine)
+        for each in state.engines:
+            _add_adapter(state, each)
+    if state.prefill:
+        hand_over_prompts(state)
+        state.watching = asyncio.create_task(end_with_prefill(state))
     REGISTRY.register(Metrics(state))
     state.reporting = asyncio.create_task(report_forever(state))
 

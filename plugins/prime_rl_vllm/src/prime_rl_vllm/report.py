@@ -70,3 +70,6 @@ class Metrics:
             yield GaugeMetricFamily(f"prime_rl:{name}", text, float(value))
         text = "Weight updates since the start"
         yield CounterMetricFamily("prime_rl:weight_updates", text, state.weight_updates)
+        if state.prefill:
+            text = "Prompts that a prefill engine has failed to compute"
+            yield CounterMetricFamily("prime_rl:prefill_failures", text, state.prefill_failures)

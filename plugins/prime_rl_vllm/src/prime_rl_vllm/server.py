@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl import ConfigError
+from prime_rl.rundir.machine import visible_gpus
 from prime_rl.rundir.status import Status
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.process import command_line, exit_now, run_server, wait_for_model
 from prime_rl_vllm import VllmConfig, cpu_start
 from prime_rl_vllm import state as shared
-from prime_rl_vllm.arguments import coarse_parts, to_flags, with_defaults
+from prime_rl_vllm.arguments import coarse_parts, num_gpus, to_flags, with_defaults
 from prime_rl_vllm.interpreter import check_interpreter
+from prime_rl_vllm.prefill import end_engines, engine_settings, start_engines
 from prime_rl_vllm.state import State
 
 log = logging.getLogger("prime_rl_vllm.server")
@@ -58,7 +60,17 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         settings.setdefault("enable_sleep_mode", True)
 
     _set_environment(settings)
-    namespace = parse_vllm(args, settings)
+    on_gpu = not cpu_start.is_cpu_build()
+    if args.settings.prefill_engines:
+        if on_gpu:
+            _check_gpus(args.settings)
+        namespace, *prefill = (
+            parse_vllm(args, engine_settings(settings, number, on_gpu))
+            for number in range(1 + args.settings.prefill_engines)
+        )
+    else:
+        namespace = parse_vllm(args, settings)
+        prefill = []
     if cpu_start.is_cpu_build():
         cpu_start.fork_the_engine()
     if args.wait_for_model:
@@ -73,7 +85,23 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         weights_roots=args.weights_root,
         version=args.policy_version,
     )
-    return _run(namespace, shared.current)
+    shared.current.prefill = start_engines(prefill) if prefill else []
+    try:
+        return _run(namespace, shared.current)
+    finally:
+        end_engines(shared.current.prefill)
+
+
+def _check_gpus(settings: VllmConfig) -> None:
+    """Raises ``ConfigError`` if the engines of the server do not have a GPU for each part."""
+    needed = num_gpus(settings.arguments) * (1 + settings.prefill_engines)
+    found = visible_gpus()
+    if len(found) < needed:
+        raise ConfigError(
+            f"inference.vllm.prefill_engines: is {settings.prefill_engines}, so the engines of a "
+            f"server need {needed} GPUs, and it has {len(found)} ({', '.join(found)}). Give it "
+            "more (deployment.inference_gpus, inference.replicas), or lower it."
+        )
 
 
 def _set_environment(settings: dict[str, Any]) -> None:

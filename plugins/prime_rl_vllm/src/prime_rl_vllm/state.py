@@ -28,6 +28,10 @@ class State:
     version: int = 0
     """Policy version of the current weights."""
     engine: Any = None
+    prefill: Sequence[Any] = ()
+    """vLLM's ``AsyncLLM`` of each engine that only computes prompts."""
+    prefill_failures: int = 0
+    """Prompts that a prefill engine has failed to compute."""
     adapter: Any = None
     """vLLM's ``LoRARequest`` of the adapter that every request gets; None: the base alone."""
     ending: bool = False
@@ -44,6 +48,9 @@ class State:
     weight_update_seconds: float = 0.0
     """Duration of the last update, from request to answer."""
     reporting: asyncio.Task[None] | None = None
+    watching: asyncio.Task[None] | None = None
+    holding: set[asyncio.Task[None]] = field(default_factory=set)
+    """Pauses of prefill engines that vLLM does not call complete yet."""
     admin: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One admin request at a time."""
 
@@ -52,13 +59,32 @@ class State:
         """Rows of the model's embedding."""
         return int(self.engine.model_config.get_vocab_size())
 
+    @property
+    def engines(self) -> list[Any]:
+        """All that have the weights: the one that samples, then those that compute prompts."""
+        return [self.engine, *self.prefill]
+
     async def ask_workers(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` of each worker returns, over all data-parallel engines in order. vLLM's
-        own ``collective_rpc`` asks all of them, and hands on what the first engine's return."""
-        of_engines = await self.engine.engine_core.call_utility_all_async(
+        """What ``method`` of each worker returns, over all engines in order."""
+        answers = await asyncio.gather(
+            *(self.ask_workers_of(engine, method, *args) for engine in self.engines)
+        )
+        return [answer for of_engine in answers for answer in of_engine]
+
+    async def ask_workers_of(self, engine: Any, method: str, *args: Any) -> list[Any]:
+        """What ``method`` of each worker of one engine returns, over its data-parallel engines in
+        order. vLLM's own ``collective_rpc`` asks all of them, and hands on what the first engine's
+        return."""
+        of_engines = await engine.engine_core.call_utility_all_async(
             "collective_rpc", method, None, args, None
         )
         return [answer for answers in of_engines for answer in answers]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of one engine: all are started with the same parallelism."""
+        parallel = self.engine.vllm_config.parallel_config
+        return int(parallel.world_size * parallel.data_parallel_size)
 
     @property
     def receives(self) -> dict[str, Any] | None:
@@ -69,7 +95,7 @@ class State:
         if parallel.local_engines_only:
             return None
         on_gpu = self.engine.vllm_config.device_config.device_type == "cuda"
-        num_workers = parallel.world_size * parallel.data_parallel_size
+        num_workers = self.num_workers * len(self.engines)
         return {"workers": num_workers, "backends": backends(on_gpu)}
 
     @property

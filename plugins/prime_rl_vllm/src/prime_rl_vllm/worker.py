@@ -34,6 +34,7 @@ class WeightExtension:
     process, so they are plain values. A refusal is a string."""
 
     _prime_rl_base: ModelFiles
+    _prime_rl_first: int
     _prime_rl_member: Member
     _prime_rl_thread: ThreadPoolExecutor
     _prime_rl_staging: Future[str | None]
@@ -41,12 +42,15 @@ class WeightExtension:
 
     @property
     def _prime_rl_number(self: Any) -> int:
-        """Among the workers of all data-parallel engines: ``rank`` counts within one."""
+        """Among the workers of all the server's engines: ``rank`` counts within one."""
         parallel = self.vllm_config.parallel_config
-        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+        within = parallel.data_parallel_index * parallel.world_size + self.rank
+        return int(self._prime_rl_first + within)
 
-    def prime_rl_remember(self, base_dir: str) -> str | None:
-        """Read the model's tensor names and shapes. Returns a fault of the folder, or None."""
+    def prime_rl_remember(self, base_dir: str, first: int) -> str | None:
+        """Read the model's tensor names and shapes. ``first``: the number of the engine's first
+        worker. Returns a fault of the folder, or None."""
+        self._prime_rl_first = first
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
             self._prime_rl_member = Member()
@@ -119,6 +123,9 @@ class WeightExtension:
         return None
 
     def _prime_rl_reload(self: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        # The last step of a prefill engine may still run: see ``prefill.hold_prefill``.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=tensors)
             repack(self.model_runner.get_model())

@@ -121,8 +121,7 @@ class Admission:
     def cancel(self, ticket: Ticket, now: float) -> None:
         """It will not come back."""
         if not ticket.is_complete:
-            ticket.seconds = ticket.age(now)
-            ticket.is_cancelled = True
+            ticket.duration.cancel(now)
             self.leads.ended(ticket)
         self.tickets.remove(ticket)
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from prime_rl.orchestrator.admission.tickets import Ticket
+from prime_rl.orchestrator.admission.tickets import Duration
 
 WINDOW = 128
 INFLIGHT_WINDOW = 4
@@ -19,12 +19,12 @@ class Durations:
     """How long the groups of one env take, estimated from finished and unfinished groups."""
 
     def __init__(self) -> None:
-        self._opened: deque[Ticket] = deque()
-        """The groups that were opened last, in this order."""
+        self._opened: deque[Duration] = deque()
+        """Of the groups that were opened last, in this order."""
         self.num_inflight = 0
 
-    def open(self, ticket: Ticket) -> None:
-        self._opened.append(ticket)
+    def open(self, duration: Duration) -> None:
+        self._opened.append(duration)
         self.num_inflight += 1
         while len(self._opened) > max(WINDOW, INFLIGHT_WINDOW * self.num_inflight):
             self._opened.popleft()
@@ -32,7 +32,7 @@ class Durations:
     @property
     def mean(self) -> float | None:
         """Mean duration of the groups that came back. None: no group has come back."""
-        seconds = [ticket.seconds for ticket in self._opened if ticket.is_complete]
+        seconds = [each.seconds for each in self._opened if each.is_complete]
         return fmean(seconds) if seconds else None
 
     def survival(self, now: float) -> Survival:
@@ -44,7 +44,7 @@ class Durations:
 
     def ages(self, now: float) -> np.ndarray:
         """Seconds since each group was opened, whether it has come back or not."""
-        return np.array([now - (ticket.opened_at or 0.0) for ticket in self._opened])
+        return np.array([now - (each.opened_at or 0.0) for each in self._opened])
 
 
 class Survival:

@@ -115,7 +115,7 @@ class Leads:
             self._chosen_members[old_env] -= old_size
 
     def opened(self, ticket: Ticket) -> None:
-        self.durations.setdefault(ticket.env_name, Durations()).open(ticket)
+        self.durations.setdefault(ticket.env_name, Durations()).open(ticket.duration)
 
     def ended(self, ticket: Ticket) -> None:
         """Complete, or cancelled in flight."""

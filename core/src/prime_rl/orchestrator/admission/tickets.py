@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Duration:
+    """How long a group takes. It outlives the group, whose rollouts take memory."""
+
+    opened_at: float | None = None
+    """None: the group waits for its place to come near."""
+    seconds: float = 0.0
+    """From its opening until it was complete or cancelled."""
+    is_complete: bool = False
+    is_cancelled: bool = False
+
+    def age(self, now: float) -> float:
+        """Seconds for which the group has been in flight, or was until it was cancelled."""
+        return self.seconds if self.is_cancelled else now - (self.opened_at or 0.0)
+
+    def complete(self, now: float) -> None:
+        self.seconds = self.age(now)
+        self.is_complete = True
+
+    def cancel(self, now: float) -> None:
+        self.seconds = self.age(now)
+        self.is_cancelled = True
 
 
 @dataclass(eq=False)
@@ -18,12 +42,7 @@ class Ticket:
     """Tickets are chosen in this order."""
     policy_version: int = 0
     """The version when it was opened; its staleness counts from it."""
-    opened_at: float | None = None
-    """None: it waits for its place to come near."""
-    seconds: float = 0.0
-    """From its opening until it was complete or cancelled."""
-    is_complete: bool = False
-    is_cancelled: bool = False
+    duration: Duration = field(default_factory=Duration)
     handed_on: bool = False
 
     @property
@@ -31,9 +50,20 @@ class Ticket:
         """False: no live policy samples it, so it never goes stale."""
         return True
 
-    def age(self, now: float) -> float:
-        """Seconds for which it has been in flight, or was until it was cancelled."""
-        return self.seconds if self.is_cancelled else now - (self.opened_at or 0.0)
+    @property
+    def opened_at(self) -> float | None:
+        """None: it waits for its place to come near."""
+        return self.duration.opened_at
+
+    @property
+    def seconds(self) -> float:
+        """From its opening until it was complete or cancelled."""
+        return self.duration.seconds
+
+    @property
+    def is_complete(self) -> bool:
+        """All its members have come back."""
+        return self.duration.is_complete
 
 
 class Tickets:
@@ -73,21 +103,20 @@ class Tickets:
     def open(self, ticket: Ticket, version: int, now: float) -> None:
         """Its members are being sampled."""
         ticket.policy_version = version
-        ticket.opened_at = now
+        ticket.duration.opened_at = now
         del self.unopened[ticket.number]
         self._count_version(ticket, ticket.size)
 
     def end(self, ticket: Ticket, now: float) -> None:
         """All its members have come back."""
-        ticket.seconds = ticket.age(now)
-        ticket.is_complete = True
+        ticket.duration.complete(now)
         self.complete[ticket.number] = ticket
 
     def split(self, ticket: Ticket, part: Ticket) -> None:
         """``part`` gets the place of ``ticket``, which goes behind everything else."""
         part.number = ticket.number
         part.policy_version = ticket.policy_version
-        part.opened_at = ticket.opened_at
+        part.duration.opened_at = ticket.opened_at
 
         self.all[part.number] = part
         ticket.size -= part.size

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import Settings
+from prime_rl_app.config import unique_keys
 
 
 def _json_object(text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
 

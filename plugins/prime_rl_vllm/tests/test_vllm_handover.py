@@ -1,0 +1,211 @@
+"""Which prompts a prefill engine computes, and what happens when it fails, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_rl.rundir.status import Status
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_vllm.prefill import engine_settings, hand_over_prompts, hold_prefill
+from prime_rl_vllm.state import State
+
+WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
+
+
+@dataclass
+class SamplingParams:
+    """The fields of vLLM's that are read."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    n: int = 1
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    output_kind: object = None
+    extra_args: dict[str, Any] | None = None
+
+    def clone(self) -> SamplingParams:
+        return replace(self)
+
+
+class VLLMClientError(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: dict[str, dict[str, object]] = {
+        "vllm": {"SamplingParams": SamplingParams},
+        "vllm.exceptions": {"VLLMClientError": VLLMClientError},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
+    }
+    for name, members in parts.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@dataclass
+class Engine:
+    """A fake ``AsyncLLM``. ``fault`` is raised instead of an answer."""
+
+    fault: Exception | None = None
+    gate: asyncio.Event | None = None
+    calls: list[tuple[Any, SamplingParams, dict[str, Any]]] = field(default_factory=list)
+    aborted: int = 0
+    paused_after: int = 0
+    """Looks until the scheduler is paused."""
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        self.calls.append((prompt, sampling_params, {"request_id": request_id} | kwargs))
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        if self.fault is not None:
+            raise self.fault
+        yield SimpleNamespace(kv_transfer_params=dict(WHERE))
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        await asyncio.Event().wait()  # KV waits to be taken over: vLLM does not come back
+
+    async def is_paused(self) -> bool:
+        self.paused_after -= 1
+        return self.paused_after < 0
+
+
+def server(*prefill: Engine) -> State:
+    state = State("m", "m", 64, Keys("admin"), Status(None), engine=Engine(), prefill=prefill)
+    hand_over_prompts(state)
+    return state
+
+
+def sampling_engine(state: State) -> Engine:
+    engine: Engine = state.engine
+    return engine
+
+
+async def ask(state: State, prompt: Any, params: SamplingParams, **kwargs: Any) -> SamplingParams:
+    """The parameters that reach the engine that samples."""
+    async for _ in state.engine.generate(prompt, params, "name", **kwargs):
+        pass
+    return sampling_engine(state).calls[-1][1]
+
+
+PROMPT = {"prompt_token_ids": [5, 6], "cache_salt": "3:x"}
+
+
+async def test_the_prompt_is_computed_elsewhere_and_its_kv_taken_over() -> None:
+    prefill = Engine()
+    state = server(prefill)
+    params = SamplingParams(max_tokens=9, extra_args={"mine": 1})
+
+    reached = await ask(state, PROMPT | {"prompt": "ab"}, params, priority=2)
+
+    assert reached.extra_args == {"mine": 1, "kv_transfer_params": WHERE}
+    assert (reached.max_tokens, params.extra_args) == (9, {"mine": 1})
+    ((prompt, asked, rest),) = prefill.calls
+    assert prompt == PROMPT  # the salt too: the prefill engine has a prefix cache
+    assert (asked.max_tokens, asked.temperature, asked.detokenize) == (1, 0.0, False)
+    assert asked.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
+    assert rest == {"request_id": "name-prefill", "priority": 2}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        (PROMPT, SamplingParams(n=2)),
+        (PROMPT, SamplingParams(prompt_logprobs=0)),
+        (PROMPT | {"type": "multimodal"}, SamplingParams()),
+        (PROMPT | {"multi_modal_data": {"image": object()}}, SamplingParams()),
+        ({"prompt_embeds": object()}, SamplingParams()),
+        ("text", SamplingParams()),
+    ],
+)
+async def test_other_prompts_are_computed_where_they_are_sampled(
+    prompt: Any, params: SamplingParams
+) -> None:
+    prefill = Engine()
+    reached = await ask(server(prefill), prompt, params)
+    assert reached.extra_args is None and not prefill.calls
+
+
+async def test_a_client_cannot_say_where_kv_is() -> None:
+    params = SamplingParams(n=2, extra_args={"kv_transfer_params": {"remote_host": "10.0.0.1"}})
+    assert (await ask(server(Engine()), PROMPT, params)).extra_args is None
+
+
+async def test_a_prompt_whose_prefill_fails_is_computed_where_it_is_sampled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = server(Engine(fault=RuntimeError("out of memory")))
+    assert (await ask(state, PROMPT, SamplingParams())).extra_args is None
+    assert state.prefill_failures == 1
+    assert "prefill engine 0 failed, so the engine that samples" in caplog.text
+    assert "RuntimeError: out of memory" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError("too long"), VLLMClientError("too long")])
+async def test_a_wrong_request_is_no_failure_of_the_engine(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine that samples refuses it with the same reason."""
+    state = server(Engine(fault=error))
+    await ask(state, PROMPT, SamplingParams())
+    assert state.prefill_failures == 0 and not caplog.records
+
+
+async def test_prompts_go_to_the_prefill_engine_with_the_fewest() -> None:
+    gate = asyncio.Event()
+    prefill = [Engine(gate=gate), Engine(gate=gate)]
+    state = server(*prefill)
+    asking = [asyncio.create_task(ask(state, PROMPT, SamplingParams())) for _ in range(5)]
+    while sum(len(engine.calls) for engine in prefill) < 5:
+        await asyncio.sleep(0)
+    assert [len(engine.calls) for engine in prefill] == [3, 2]
+    gate.set()
+    await asyncio.gather(*asking)
+
+
+async def test_a_client_that_leaves_ends_its_prefill() -> None:
+    prefill = Engine(gate=asyncio.Event())
+    state = server(prefill)
+    asking = asyncio.create_task(ask(state, PROMPT, SamplingParams()))
+    while not prefill.calls:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert prefill.aborted == 1 and not sampling_engine(state).calls
+
+
+async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> None:
+    prefill = Engine(paused_after=2)
+    state = server(prefill)
+    await hold_prefill(state, prefill)
+    assert prefill.paused_after == -1
+    (pausing,) = state.holding
+    pausing.cancel()
+
+
+def test_each_engine_has_its_role_and_its_gpus() -> None:
+    settings = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
+    made = [engine_settings(settings, number, on_gpu=True) for number in range(3)]
+    roles = [each["kv_transfer_config"]["kv_role"] for each in made]
+    assert roles == ["kv_consumer", "kv_producer", "kv_producer"]
+    assert [each["device_ids"] for each in made] == ["0,1", "2,3", "4,5"]
+    assert [each.get("disable_log_stats") for each in made] == [None, True, True]
+    assert all(each["dtype"] == "bfloat16" for each in made)
+    assert "device_ids" not in engine_settings(settings, 1, on_gpu=False)
