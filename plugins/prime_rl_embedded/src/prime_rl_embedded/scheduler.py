@@ -28,9 +28,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from prime_rl.trainer.device import to_device
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.prefixes import BLOCK, Node, PrefixCache, restore
@@ -286,13 +287,14 @@ class Scheduler:
         self.stats.shared_tokens += sum(starts)
         computed = (length - start for length, start in zip(lengths, starts, strict=True))
         rows = [*range(len(decoding)), *(len(decoding) + end - 1 for end in accumulate(computed))]
-        keep = torch.tensor(rows, device=device) if leaders else None
+        keep = to_device(np.array(rows), np.int64, device) if leaders else None
+        tokens = to_device(np.array(ids), np.int64, device)
         if not self.model.mixtures:
-            return self.model.forward(torch.tensor(ids, device=device), plan, keep)
+            return self.model.forward(tokens, plan, keep)
 
         recorder = Recorder(self.model.mixtures)
         with choosing(recorder):
-            logits = self.model.forward(torch.tensor(ids, device=device), plan, keep)
+            logits = self.model.forward(tokens, plan, keep)
         self.cache.write_routes(plan.rows, plan.positions, recorder.routes)
         return logits
 
