@@ -1153,3 +1153,108 @@ def test_a_project_of_trl_counts_where_it_reports_to_wandb(report_to, monitors):
     made = migrate({"learning_rate": 1.0, "wandb_project": "p", "report_to": report_to})
     assert made.table.get("monitors") == monitors
     assert any("mlflow" in each for each in made.left_out) == ("mlflow" in report_to)
+
+
+@pytest.mark.parametrize("place", ["train.env", "env", "eval.env"])
+@pytest.mark.parametrize("runtime", ["subprocess", "docker"])
+def test_an_env_with_a_taskset_is_one_with_an_id_and_arguments(place, runtime):
+    env = """
+name = "search"
+taskset = { id = "wiki", k = 3, filter.max = 0.5 }
+harness = { id = "null", tries = 2, runtime = { type = "RUNTIME", labels = ["x"] } }
+num_workers = 4
+"""
+    text = f"[[orchestrator.{place}]]{env.replace('RUNTIME', runtime)}"
+    made = migrate(tomllib.loads(text))
+    orchestrator = made.table["orchestrator"]
+    kind = "docker" if runtime == "docker" else None
+    of_agent = {"labels": ["x"]} if kind is None else {"type": kind, "labels": ["x"]}
+    assert orchestrator["eval" if place == "eval.env" else "train"]["env"] == [
+        {
+            "name": "search",
+            "id": "wiki",
+            "args": {"k": 3, "filter": {"max": 0.5}, "agent": {"runtime": of_agent}},
+            "harness": {"id": "null", "tries": 2},
+            "env_workers": 4,
+        }
+    ]
+    assert not made.unknown
+    assert made.left_out == (
+        [f'orchestrator.{place}.0.harness.runtime.type = "subprocess": as by default']
+        if kind is None
+        else []
+    )
+
+
+def test_a_key_that_a_translated_table_does_not_have_is_refused_by_name():
+    made = migrate(
+        tomllib.loads("""
+[orchestrator.sampling]
+temperature = 0.5
+nonsense = 1
+[[orchestrator.train.source]]
+env.taskset.id = "x"
+nonsense = 2
+""")
+    )
+    assert made.unknown == [
+        "orchestrator.sampling.nonsense = 1",
+        "orchestrator.train.source.0.nonsense = 2",
+    ]
+    train = {"sampling": {"temperature": 0.5}, "env": [{"id": "x"}]}
+    assert made.table["orchestrator"]["train"] == train
+
+
+def test_sources_of_data_become_the_data_of_sft():
+    text = '[model]\nname = "a/b"\n[data]\nbatch_size = 4\n[[data.source]]\ndataset = "a/c"\n'
+    text += 'ratio = 0.3\n[eval.select]\nlimit = -1\n[[eval.source]]\nenv.taskset.id = "x"\n'
+    made = migrate(tomllib.loads(text))
+    assert made.table["sft"] == {"batch_size": 4, "data": "a/c"}
+    assert made.table["orchestrator"]["eval"]["env"] == [{"id": "x", "num_examples": 1_000_000}]
+    assert not made.unknown and len(made.left_out) == 1
+
+    made = migrate(tomllib.loads(text + '[[data.source]]\ndataset = "a/d"\nsplit = "x"\n'))
+    assert 'data.source.1.dataset = "a/d": sft.data is "a/c" already' in made.left_out
+
+
+@pytest.mark.parametrize("place", ["algo", "train.source", "train.env"])
+def test_an_algorithm_that_reads_a_data_set_is_left_out_for_sft(place):
+    algo = {"type": "dataset_sft", "dataset": {"name": "a/c"}}
+    orchestrator = {"algo": algo, "max_inflight_episodes": 128}
+    if place == "train.source":
+        orchestrator["train"] = {"source": [{"name": "x", "algo": orchestrator.pop("algo")}]}
+    elif place == "train.env":
+        orchestrator["train"] = {"env": [{"name": "x", "algo": orchestrator.pop("algo")}]}
+    made = migrate({"orchestrator": orchestrator, "trainer": {"loss": {"type": "sft"}}})
+    train = {"train": {"env": [{"name": "x"}]}} if place != "algo" else {}
+    assert made.table["orchestrator"] == {"max_inflight_rollouts": 128, **train}
+    assert "trainer" not in made.table and not made.unknown
+    assert sum("[sft]" in each for each in made.left_out) == 2
+    assert any('orchestrator.algo.type = "sft"' in each for each in made.left_out)
+
+
+def test_a_teacher_that_samples_is_the_algorithm_sft():
+    text = """
+[orchestrator]
+use_token_client = false
+[orchestrator.teacher_rollout_model.client]
+base_url = ["https://a.example/v1"]
+skip_model_check = true
+headers = { X-Team = "one" }
+[orchestrator.teacher_rollout_model.model]
+name = "teacher"
+[trainer.loss]
+type = "sft"
+"""
+    table = accepted(tomllib.loads(text))
+    assert table["orchestrator"]["algo"] == {
+        "type": "sft",
+        "sampling": {
+            "source": {
+                "name": "teacher",
+                "base_url": ["https://a.example/v1"],
+                "headers": {"X-Team": "one"},
+            }
+        },
+    }
+    assert "loss" not in table.get("trainer", {})

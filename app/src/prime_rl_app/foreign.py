@@ -36,6 +36,9 @@ ONE_DATA_SET = "[sft] trains on one data set; join them before"
 PLACES = "set deployment.trainer_gpus and deployment.inference_gpus, or leave both to the defaults"
 REWARDS = "rewards are part of an environment: orchestrator.train.env"
 _BEAT = "url_var names a variable with a URL that holds a secret"
+FIRST = "an evaluation takes the first examples"
+TOKENS = "the run always sends and receives tokens, by its renderer"
+FROM_DATA = "a run on a data set alone is [sft], of prime-rl sft: docs/sft.md"
 ONE_CKPT = "one [ckpt] holds the state of trainer and orchestrator"
 DATA = "an environment brings its data: orchestrator.train.env"
 
@@ -182,7 +185,7 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.model.optimization_dtype": Foreign(None, "weights that train are float32"),
     "trainer.model.reduce_dtype": Foreign("trainer.reduce_dtype"),
     "trainer.model.quantization.**": Foreign(None, "the trainer computes in trainer.dtype"),
-    "trainer.model.reshard_after_forward": Foreign(None, "weights are always resharded"),
+    "trainer.model.reshard_after_forward": Foreign("trainer.reshard_after_forward"),
     "trainer.model.debug.**": Foreign(None, "make a small model instead: model.name"),
     "trainer.model.trust_remote_code": Foreign(None, "code of a model's repository is never run"),
     "trainer.model.**": Foreign(None, "[trainer] has the keys of the model that trains"),
@@ -225,6 +228,31 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.max_concurrent_runs": Foreign(None, "a trainer belongs to one run"),
     # The orchestrator.
     "orchestrator.rollouts_per_example": Foreign("orchestrator.group_size"),
+    "orchestrator.max_inflight_episodes": Foreign("orchestrator.max_inflight_rollouts"),
+    "orchestrator.oversampling_factor": Foreign(
+        None, "orchestrator.max_inflight_rollouts bounds the rollouts in flight"
+    ),
+    "orchestrator.use_token_client": Foreign(None, TOKENS),
+    "orchestrator.use_renderer": Foreign(None, TOKENS),
+    "orchestrator.use_sft_loss": Foreign(None, 'orchestrator.algo.type = "sft" has this loss'),
+    "orchestrator.teacher_rollout_model.model.name": Foreign(
+        "orchestrator.algo.sampling.source.name", "the teacher samples"
+    ),
+    "orchestrator.teacher_rollout_model.client.base_url": Foreign(
+        "orchestrator.algo.sampling.source.base_url"
+    ),
+    "orchestrator.teacher_rollout_model.client.api_key_var": Foreign(
+        "orchestrator.algo.sampling.source.api_key_var"
+    ),
+    "orchestrator.teacher_rollout_model.client.headers.**": Foreign(
+        "orchestrator.algo.sampling.source.headers.**"
+    ),
+    "orchestrator.teacher_rollout_model.client.headers_from_env.**": Foreign(
+        "orchestrator.algo.sampling.source.headers_from_env.**"
+    ),
+    "orchestrator.teacher_rollout_model.**": Foreign(
+        None, "orchestrator.algo.sampling.source has the keys of a model that samples"
+    ),
     "orchestrator.concurrency.max_inflight": Foreign("orchestrator.max_inflight_rollouts"),
     "orchestrator.concurrency.initial_inflight": Foreign(
         None, "the run starts with what the engines say that they can run"
@@ -285,6 +313,7 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.advantage.**": Foreign(
         None, "an own function becomes an algorithm: docs/migrating.md"
     ),
+    "orchestrator.algo.dataset.**": Foreign(None, FROM_DATA),
     "orchestrator.algo.length_penalty.num_output_tokens_weight": Foreign(
         "orchestrator.algo.length_penalty.output_weight"
     ),
@@ -372,6 +401,9 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.train.source.tasks_per_minute": Foreign(
         "orchestrator.train.env.tasks_per_minute", "in groups"
     ),
+    "orchestrator.*.source.algo.dataset.**": Foreign(None, FROM_DATA),
+    "orchestrator.eval.source.select.limit": Foreign("orchestrator.eval.env.num_examples"),
+    "orchestrator.eval.source.select.**": Foreign(None, FIRST),
     "orchestrator.*.source.algo.length_penalty.num_output_tokens_weight": Foreign(
         "orchestrator.*.env.algo.length_penalty.output_weight"
     ),
@@ -384,13 +416,26 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.eval.source.ratio": Foreign(None, "every held-out env is evaluated"),
     "orchestrator.eval.source.num_examples": Foreign("orchestrator.eval.env.num_examples"),
     "orchestrator.*.source.**": Foreign("orchestrator.*.env.**"),
+    "orchestrator.*.env.taskset.id": Foreign("orchestrator.*.env.id"),
+    "orchestrator.*.env.taskset.**": Foreign("orchestrator.*.env.args.**"),
+    "orchestrator.*.env.harness.runtime.type": Foreign(
+        "orchestrator.*.env.args.agent.runtime.type"
+    ),
+    "orchestrator.*.env.harness.runtime.**": Foreign("orchestrator.*.env.args.agent.runtime.**"),
+    "orchestrator.*.env.timeout.rollout": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.env.timeout.episode": Foreign("orchestrator.*.env.timeout"),
+    "orchestrator.*.env.algo.dataset.**": Foreign(None, FROM_DATA),
+    "orchestrator.eval.env.select.limit": Foreign("orchestrator.eval.env.num_examples"),
+    "orchestrator.eval.env.select.**": Foreign(None, FIRST),
     "orchestrator.*.env.extra_env_kwargs.**": Foreign("orchestrator.*.env.args.**"),
     "orchestrator.*.env.num_workers": Foreign("orchestrator.*.env.env_workers"),
     "orchestrator.*.env.rollouts_per_example": Foreign("orchestrator.*.env.group_size"),
-    "orchestrator.eval.env.skip_first": Foreign(None, "an evaluation takes the first examples"),
+    "orchestrator.eval.env.skip_first": Foreign(None, FIRST),
     "orchestrator.*.env.max_retries": Foreign(None, "a failed rollout counts as failed"),
     "orchestrator.eval.interval": Foreign("orchestrator.eval.env.interval", "of each env"),
     "orchestrator.eval.num_examples": Foreign("orchestrator.eval.env.num_examples", "of each env"),
+    "orchestrator.eval.select.limit": Foreign("orchestrator.eval.env.num_examples", "of each env"),
+    "orchestrator.eval.select.**": Foreign(None, FIRST),
     "orchestrator.eval.group_size": Foreign("orchestrator.eval.env.group_size", "of each env"),
     "orchestrator.eval.rollouts_per_example": Foreign(
         "orchestrator.eval.env.group_size", "of each env"
@@ -413,6 +458,13 @@ PRIME_RL: dict[str, Foreign] = {
     "orchestrator.val.**": Foreign(None, "use [[orchestrator.eval.env]]"),
     # Supervised fine-tuning.
     "data.name": Foreign("sft.data"),
+    "data.source.dataset": Foreign("sft.data"),
+    "data.source.subset": Foreign("sft.subset"),
+    "data.source.split": Foreign("sft.split"),
+    **dict.fromkeys(
+        ("data.source.ratio", "data.source.weight", "data.source.probability"),
+        Foreign(None, ONE_DATA_SET),
+    ),
     "data.subsets": Foreign("sft.subset"),
     "data.splits": Foreign("sft.split"),
     "data.batch_size": Foreign(

@@ -19,13 +19,16 @@ from pydantic import BaseModel
 from prime_rl.config.explain import fits
 from prime_rl.errors import ConfigError
 from prime_rl.variables import SECRET
+from prime_rl_app import sft
 from prime_rl_app.commands import OWN
 from prime_rl_app.foreign import (
+    FROM_DATA,
     NAMES,
     ONE_DATA_SET,
     PRIME_RL,
     TRL,
     VERL,
+    Foreign,
     Match,
     PathPart,
     is_ours,
@@ -194,6 +197,13 @@ _LOSS_TYPES = {
 _OFFLINE = _chosen({True: "offline", False: "online"})
 _RL_IS_GRPO = _chosen({"rl": "grpo", "opd": "opd", "sft": "sft"})
 
+NOT_HERE = {
+    "trainer.loss.type": {"sft": 'orchestrator.algo.type = "sft" has this loss'},
+    "orchestrator.algo.type": {"dataset_sft": FROM_DATA},
+    "orchestrator.train.env.algo.type": {"dataset_sft": FROM_DATA},
+}
+"""Values of keys of ours that only upstream has, and what to do."""
+
 VALUES: dict[str, Callable[[Any], Any]] = {
     "wandb.offline": _OFFLINE,
     "monitors.wandb.offline": _OFFLINE,
@@ -215,12 +225,16 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "trainer.max_async_level": _hint,
     "orchestrator.training_mode": _RL_IS_GRPO,
     "orchestrator.advantage.type": _chosen({"default": "grpo"}, "docs/migrating.md"),
-    "orchestrator.eval.num_examples": _examples,
-    "orchestrator.eval.source.num_examples": _examples,
+    **dict.fromkeys(
+        [f"orchestrator.eval.{each}num_examples" for each in ("", "source.")]
+        + [f"orchestrator.eval.{each}select.limit" for each in ("", "source.", "env.")],
+        _examples,
+    ),
     "orchestrator.eval.eval_base_model": lambda value: not value,
     "orchestrator.eval.skip_eval_on_resume": lambda value: not value,
-    "orchestrator.*.source.env.agent.runtime.type": (
-        lambda value: Left("as by default") if value == "subprocess" else value
+    **dict.fromkeys(
+        ("orchestrator.*.source.env.agent.runtime.type", "orchestrator.*.env.harness.runtime.type"),
+        lambda value: Left("as by default") if value == "subprocess" else value,
     ),
     **dict.fromkeys(
         (
@@ -543,7 +557,7 @@ def migrate(table: Mapping[str, Any]) -> Migration:
         if "env_vars" in path[:-1] and is_ours(path):
             _carry_variable(result, path=path, value=value)
             continue
-        match = next(filter(None, (look_up(path, each) for each in tables)), None)
+        match = next(filter(None, (_find(path, each) for each in tables)), None)
         if match is None and _is_of_one_model(path) and _knows("trainer", path):
             match = look_up(("trainer", *path), PRIME_RL)
         if match is None and (is_flat or len(path) == 1) and not is_ours(path):
@@ -556,6 +570,8 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             result.left_out.append(f"{_assigned(path, value)}: {_why_null(value).why}")
         elif is_table(path) and not isinstance(value, dict):
             result.unknown.append(_assigned(path, value))
+        elif why := _why_not_here(path, value):
+            result.left_out.append(f"{_assigned(path, value)}: {why}")
         else:
             _put(result.table, path, value)
             result.carried[path] = [".".join(map(str, path))]
@@ -577,6 +593,17 @@ def migrate(table: Mapping[str, Any]) -> Migration:
     elif tables == [VERL]:
         _add_defaults(result, DIFFERENCES_FROM_VERL)
     return result
+
+
+def _find(path: Path, table: dict[str, Foreign]) -> Match | None:
+    """The entry for a key. The rest of a table (``**``) may have other names here, too."""
+    match = look_up(path, table)
+    if match is None or match.path is None or not match.pattern.endswith("**"):
+        return match
+    inner = look_up(match.path, table)
+    if inner is None or inner.pattern == match.pattern:
+        return match
+    return inner._replace(numbers=match.numbers + inner.numbers)
 
 
 def _of_trl(path: Path) -> Match | None:
@@ -811,8 +838,17 @@ def _has_dotted_keys(value: Any) -> bool:
 
 def _set(result: Migration, target: Path, match: Match, path: Path, value: Any, shown: Any) -> None:
     """Write a value of ours. ``shown``: the foreign one, of messages."""
-    names = ".".join(str(part) for part in target if isinstance(part, str))
+    named = [part for part in target if isinstance(part, str) and part != "0"]
+    names = ".".join(named)
     info = our_keys().get(names)
+    if named[0] == sft.TABLE:
+        info = sft.SftConfig.model_fields[named[1]]
+    elif not is_ours([part.replace(".", "_") for part in named]):
+        result.unknown.append(_assigned(path, shown))
+        return
+    if why := _why_not_here(target, value):
+        result.left_out.append(f"{_assigned(path, shown)}: {why}")
+        return
     if info is not None and not isinstance(value, dict | list) and not fits(info, value):
         note = f" ({match.note})" if match.note else ""
         result.left_out.append(f"{_assigned(path, shown)}: no value of {names}{note}")
@@ -830,6 +866,12 @@ def _set(result: Migration, target: Path, match: Match, path: Path, value: Any, 
     result.carried.setdefault(path, []).append(names)
     if match.note:
         result.notes.setdefault(names, []).append(match.note)
+
+
+def _why_not_here(path: Path, value: Any) -> str | None:
+    """What to do in place of a value that only upstream has."""
+    values = NOT_HERE.get(".".join(part for part in path if isinstance(part, str)), {})
+    return values.get(value) if isinstance(value, str) else None
 
 
 EVERY = "*"
@@ -996,6 +1038,8 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
             put("seq_len", both, "prompt and completion together", of=[prompt])
     _fit_loss(result, whole)
     _fit_algorithm(result, whole)
+    if any("teacher_rollout_model" in path for path in result.carried):
+        put("orchestrator.algo.type", "sft", "the teacher samples: teacher_rollout_model there")
     _fit_lora(result, whole)
     _fit_monitors(result, whole)
     steps_of_run = get(table, "max_steps")

@@ -10,6 +10,14 @@ def printable(text: str) -> str:
     return re.sub(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{bidi}{surrogates}]", "\ufffd", text)
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error of code that is not ours: making it may fail, and so hide the error."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
+
+
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 

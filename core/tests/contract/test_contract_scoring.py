@@ -344,6 +344,25 @@ def test_score_envs_gets_the_groups_of_each_env_that_has_some_and_runs_in_its_wr
     assert len(events) == 1
 
 
+class Textless(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_an_error_whose_text_cannot_be_made_names_its_plugin():
+    class Fails:
+        @hookimpl
+        def score_envs(self, batches):
+            raise Textless
+
+    hooks = Hooks()
+    hooks.register(Fails(), "fails")
+    with pytest.raises(Textless) as caught:
+        asyncio.run(score_envs(hooks, {"a": [make_rollout(1, env="a")]}))
+    said = "score_envs, envs 'a': Textless: (its text cannot be made: ZeroDivisionError)"
+    assert said in fault(caught.value)
+
+
 def test_an_error_over_several_envs_names_them():
     class Fails:
         name = "fails"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import new_class
@@ -19,7 +21,9 @@ from waiting import LIMIT
 import prime_rl
 from function import travel
 from function.env_hooks import GroupReward
+from function.groups import GroupRewards, _terms
 from function.load import load_functions
+from function.rewards import reward_functions
 from prime_rl import ConfigError, Rollout, Sample
 from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.env import loading
@@ -103,6 +107,43 @@ async def test_a_rollout_tells_prompt_reply_and_messages(engine: Any, play: Play
     assert [each["content"] for each in rollout.prompt] == ["Add.", "1+1?"]
 
 
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class NoException(BaseException):
+    """As the panic of a library in Rust."""
+
+
+ERRORS = {
+    SystemExit(0): "SystemExit: 0",
+    SystemExit("bye"): "SystemExit: bye",
+    KeyboardInterrupt(): "KeyboardInterrupt",
+    asyncio.CancelledError(): "CancelledError",
+    NoException("a"): "NoException: a",
+    Textless(): r"Textless: \(its text cannot be made: ZeroDivisionError\)",
+}
+
+
+def raising(error: BaseException, parameter: str) -> list[Callable[..., Any]]:
+    """A function of ``reply`` or ``replies`` that raises, sync and async."""
+
+    def one(reply: str) -> float:
+        raise error
+
+    async def one_later(reply: str) -> float:
+        raise error
+
+    def group(replies: list[str]) -> float:
+        raise error
+
+    async def group_later(replies: list[str]) -> float:
+        raise error
+
+    return [one, one_later] if parameter == "reply" else [group, group_later]
+
+
 def raises(reply: str, answer: str) -> float:
     return float({"5": 1.0}[answer])
 
@@ -128,6 +169,18 @@ async def test_a_wrong_reward_fails_its_rollout_and_names_row_and_function(
     result = await play(reward, row=row)
     assert not result.ok and result.error is not None
     assert re.search(message, result.error), result.error
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_reward_may_raise_anything_and_is_named(
+    engine: Any, play: Play, error: BaseException, place: int
+) -> None:
+    engine.script = lambda prompt: "5"
+    reward = raising(error, "reply")[place]
+    result = await play(reward)
+    expected = rf"row 1: reward {reward.__name__} raised {ERRORS[error]} ?\(line \d+ of the script"
+    assert re.search(expected, str(result.error)), result.error
 
 
 async def test_a_weight_of_a_term_that_nothing_returns_fails_the_rollout(play: Play) -> None:
@@ -222,6 +275,47 @@ async def test_a_group_whose_reward_fails_does_not_train(
     for rollout in group:
         weights = rollout.samples[0].rl_weights
         assert rollout.reward == 0.0 and weights is not None and weights.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_group_reward_may_raise_anything_and_its_group_does_not_train(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, place: int
+) -> None:
+    reward = raising(error, "replies")[place]
+    group = rollouts(prime_rl.function_env(ROWS, reward, output_dir=tmp_path), ["ab", "a"])
+    with logged_metrics() as logged:
+        await score_group(group)
+    said = rf"it will not train: reward {reward.__name__} raised {ERRORS[error]} ?\(line \d+ of"
+    assert re.search(said, caplog.text), caplog.text
+    assert [each.reward for each in group] == [0.0, 0.0]
+    assert logged == {"plugin/test/group_reward_failed": 1.0}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_group_reward_that_waits_can_be_cancelled(tmp_path: Path, place: int) -> None:
+    started = threading.Event()
+    released = threading.Event()
+
+    def waits(replies: list[str]) -> list[float]:
+        started.set()
+        released.wait()
+        return [0.0] * len(replies)
+
+    async def waits_later(replies: list[str]) -> list[float]:
+        started.set()
+        await asyncio.Event().wait()
+        return []
+
+    functions = reward_functions([waits, waits_later])
+    rewards = GroupRewards([functions[place]], {}, ROWS)
+    group = rollouts(prime_rl.function_env(ROWS, relative, output_dir=tmp_path), ["ab", "a"])
+    task = asyncio.create_task(_terms(rewards, group))
+    await asyncio.to_thread(started.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    released.set()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from prime_rl.config.run import RunConfig
 from prime_rl.env.loading import import_tasksets
 from prime_rl.env.rendering import load_tokenizer, write_renderer
-from prime_rl.errors import PrimeRLError, RunError
+from prime_rl.errors import PrimeRLError, RunError, text_of
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
@@ -202,7 +202,7 @@ def _report(error: Exception | SystemExit, status: Status) -> None:
         error = exit_refused(error)
     if not isinstance(error, PrimeRLError):
         log.error("the orchestrator failed", exc_info=error)
-    text = fault(error) or str(error)
+    text = fault(error) or text_of(error)
     log.error("%s: %s", type(error).__name__, text)
     status.report(FAILED, facts=facts_of_failure(error), error=text)
 

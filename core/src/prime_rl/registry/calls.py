@@ -25,7 +25,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, SupportsFloat, TypeAlias
 
 from prime_rl.entries import entries
-from prime_rl.errors import PluginError, PrimeRLError, StreamError, Terminated
+from prime_rl.errors import PluginError, PrimeRLError, StreamError, Terminated, text_of
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.status import Facts
 from prime_rl.registry.guards import is_number
@@ -168,7 +168,7 @@ def fault(error: BaseException) -> str | None:
             shown.append(summary)
 
     lines = "".join(traceback.format_list(shown)).rstrip()
-    return f"{call}: {type(error).__name__}: {error}\n{lines}".rstrip()
+    return f"{call}: {type(error).__name__}: {text_of(error)}\n{lines}".rstrip()
 
 
 def _call_among(frames: Iterable[FrameType]) -> Call | None:
@@ -305,8 +305,8 @@ def running(
         if unseen is not None:
             raise PluginError(
                 "a task that writes credit failed, and the hook does not await it, so a part of "
-                f"the credit is missing: {type(unseen).__name__}: {unseen}. Await the task "
-                "(await, asyncio.gather, asyncio.TaskGroup)."
+                f"the credit is missing: {type(unseen).__name__}: {text_of(unseen)}. Await the "
+                "task (await, asyncio.gather, asyncio.TaskGroup)."
             ) from unseen
     except (StopIteration, StopAsyncIteration) as error:
         if not hook:
@@ -366,8 +366,8 @@ def _no_exception(error: BaseException, call: Call) -> str | None:
 
     return (
         f"it raised {type(error).__name__}, which is no Exception (as a panic in a library that is "
-        f"written in Rust): {error}. It would end the process without a word about the plugin. "
-        "Catch it in the hook, and raise what is wrong."
+        f"written in Rust): {text_of(error)}. It would end the process without a word "
+        "about the plugin. Catch it in the hook, and raise what is wrong."
     )
 
 
@@ -498,7 +498,9 @@ def passing_on(wrapper: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
             if not isinstance(error, Exception):  # a cancelled run
                 raise error from None
 
-            source = f"{fault(error) or f'{type(error).__name__}: {error}'}".splitlines()[0]
+            source = f"{fault(error) or f'{type(error).__name__}: {text_of(error)}'}".splitlines()[
+                0
+            ]
             raise PluginError(
                 f"this wrapper {SWALLOWED} ({source}), and the run would go on without its work. "
                 "Catch nothing around the yield; put what must run into a finally."

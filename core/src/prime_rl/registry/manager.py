@@ -27,7 +27,7 @@ from prime_rl.entries import (
     installed_groups,
     leaving_out,
 )
-from prime_rl.errors import PluginError, Terminated
+from prime_rl.errors import PluginError, Terminated, text_of
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.registry.calls import passing_on, run_as, running
@@ -346,7 +346,7 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"plugin {source} failed to import: {type(error).__name__}: {error}. "
+            f"plugin {source} failed to import: {type(error).__name__}: {text_of(error)}. "
             f"Fix or uninstall {source.distribution}, or list "
             f"{entry.name!r} under plugins.disabled."
         ) from error

@@ -26,7 +26,7 @@ from prime_rl.config.removed import without_removed_settings
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
 from prime_rl.entries import entries
-from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated
+from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated, text_of
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
@@ -246,8 +246,8 @@ def _registered(hooks: Hooks, kind: Kind[Any]) -> Iterator[tuple[str, Offered[An
                 raise
             except (Exception, SystemExit) as error:
                 raise PluginError(
-                    f"plugin {source}: {hook} failed: {type(error).__name__}: {error}. It must "
-                    f"give a list of subclasses of {kind.bases}."
+                    f"plugin {source}: {hook} failed: {type(error).__name__}: {text_of(error)}. It "
+                    f"must give a list of subclasses of {kind.bases}."
                 ) from error
 
             # One hook takes three sorts. What is none of them stays: `_check_class` refuses it.

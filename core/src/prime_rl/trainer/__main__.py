@@ -27,7 +27,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import PrimeRLError, Terminated
+from prime_rl.errors import PrimeRLError, Terminated, text_of
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.status import Facts, read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
@@ -98,7 +98,9 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     A rank that was killed logs nothing; ``agent.py`` does.
     """
     is_ours = isinstance(error, PrimeRLError)
-    reason = fault(error) or (str(error) if is_ours else f"{type(error).__name__}: {error}")
+    reason = fault(error) or (
+        str(error) if is_ours else f"{type(error).__name__}: {text_of(error)}"
+    )
 
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"

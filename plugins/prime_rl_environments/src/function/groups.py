@@ -22,6 +22,7 @@ from function.rewards import (
     RewardFunction,
     added,
     check_weighted,
+    faults_of,
     terms_of_group,
 )
 from prime_rl import Group, Rollout, log_metric, settled
@@ -124,16 +125,20 @@ async def _terms(rewards: GroupRewards, group: Group) -> list[dict[str, float]]:
 async def _call(
     function: RewardFunction, available: Mapping[str, Any], num_replies: int
 ) -> list[dict[str, float]]:
-    try:
-        if _is_async(function.function):
+    if _is_async(function.function):
+        with faults_of(function):
             result = await function(**available)
-        else:  # it must not block the event loop of the orchestrator
-            result = await asyncio.to_thread(asyncio.run, function(**available))
-    except Exception as error:
-        raise RewardFault(
-            f"reward {function.name} raised {type(error).__name__}: {error}"
-        ) from error
-    return terms_of_group(function, result, num_replies)
+    else:  # it must not block the event loop of the orchestrator
+        result = await asyncio.to_thread(_run, function, available)
+    with faults_of(function):
+        return terms_of_group(function, result, num_replies)
+
+
+def _run(function: RewardFunction, available: Mapping[str, Any]) -> Any:
+    """Call a function in this thread. An exit must not get into the event loop's: it would end
+    that, wherever it is caught."""
+    with faults_of(function):
+        return asyncio.run(function(**available))
 
 
 def _is_async(function: Any) -> bool:

@@ -11,13 +11,18 @@ depends on its parameters alone: a group reward has the parameter ``replies``.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copy
 import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prime_rl import ConfigError
@@ -184,6 +189,61 @@ def name_of(function: Any) -> str:
         inner = inner.func
     name = getattr(inner, "__name__", "") or type(inner).__name__
     return name if name.isidentifier() else "reward"
+
+
+# -- what a function raises ----------------------------------------------------------------------
+
+TRAVELED = "<dynamic-code>"
+"""cloudpickle's name for the file of a function that has traveled."""
+
+
+@contextmanager
+def faults_of(function: RewardFunction) -> Iterator[None]:
+    """What the function raises inside becomes a ``RewardFault`` that names it and the line.
+    ``SystemExit`` and ``KeyboardInterrupt`` too: they would end the process, and the run with
+    it."""
+    try:
+        yield
+    except (RewardFault, GeneratorExit):  # the latter: the caller is being closed
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
+        raised = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
+        raise RewardFault(f"reward {function.name} raised {raised}{_line(error)}") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task was cancelled, and not only something that it awaits."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def _text(error: BaseException) -> str:
+    """Making its text is the user's code, too."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
+
+
+def _line(error: BaseException) -> str:
+    """The line of the user's code that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    between = (*map(str, Path(__file__).parent.glob("*.py")), *_LIBRARY)
+    outside = [frame for frame in frames if not frame.filename.startswith(between)]
+    if not outside:
+        return ""
+    last = next((frame for frame in reversed(outside) if frame.filename == TRAVELED), outside[-1])
+    file = "the script or cell" if last.filename == TRAVELED else last.filename
+    return f" (line {last.lineno} of {file})"
+
+
+_LIBRARY = (str(Path(asyncio.__file__).parent), concurrent.futures.__path__[0])
+"""What runs a function in a thread."""
 
 
 # -- what the rows must have ---------------------------------------------------------------------

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -25,6 +23,7 @@ from function.rewards import (
     added,
     check_weighted,
     check_weights,
+    faults_of,
     terms_of,
 )
 
@@ -130,14 +129,10 @@ class FunctionTask(vf.Task[FunctionData, vf.State, FunctionTaskConfig]):
         """The terms of one function. Its exceptions are raised again with its name and the row."""
         row = "?" if self.data.idx is None else str(self.data.idx + 1)
         try:
-            return terms_of(function, await function(**available))
+            with faults_of(function):
+                return terms_of(function, await function(**available))
         except RewardFault as fault:
-            raise RewardFault(f"row {row}: {fault}") from None
-        except Exception as error:
-            place = _place(error)
-            raise RewardFault(
-                f"row {row}: reward {function.name} raised {type(error).__name__}: {error}{place}"
-            ) from error
+            raise RewardFault(f"row {row}: {fault}") from fault.__cause__
 
     def available(self, trace: vf.Trace) -> dict[str, Any]:
         """What a function may take, by name."""
@@ -161,21 +156,6 @@ def sampled_ids(trace: vf.Trace) -> list[int]:
         for token, is_sampled in zip(node.token_ids, node.mask, strict=True)
         if is_sampled
     ]
-
-
-TRAVELED = "<dynamic-code>"
-"""cloudpickle's name for the file of a function that has traveled."""
-
-
-def _place(error: BaseException) -> str:
-    """The line of the user's code that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    if not outside:
-        return ""
-    last = next((frame for frame in reversed(outside) if frame.filename == TRAVELED), outside[-1])
-    file = "the script or cell" if last.filename == TRAVELED else last.filename
-    return f" (line {last.lineno} of {file})"
 
 
 class FunctionTaskset(vf.Taskset[FunctionTask, FunctionConfig]):
