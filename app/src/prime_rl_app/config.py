@@ -156,7 +156,7 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
     """One table over the installed defaults, validated. Raises ``ConfigError``."""
     of_sft, rest = sft.expanded(table)
     whole = without_replaced(merge(merge(installed_defaults(), of_sft), rest))
-    _check_finite(whole, ())
+    _check_written(whole, ())
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
@@ -184,13 +184,22 @@ def _without(table: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != name}
 
 
-def _check_finite(value: Any, path: tuple[str, ...]) -> None:
-    """Processes read the config as JSON, which has no infinity."""
+def _check_written(value: Any, path: tuple[str, ...]) -> None:
+    """Processes read the config as JSON in UTF-8, which has no infinity and no half characters: a
+    command line in another encoding has those, and so has JSON (``\\ud800``)."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_finite(part, (*path, str(key)))
+            _check_written(str(key), path)
+            _check_written(part, (*path, str(key)))
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{'.'.join(path) or 'configuration'}: expected a text in UTF-8, got {value[:80]!a}"
+            ) from error
 
 
 def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:

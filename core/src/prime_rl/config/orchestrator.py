@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings, VariableName
+from prime_rl.config.base import PluginTable, Settings, VariableName, Variables
 from prime_rl.config.contract import FrozenModel, SamplingConfig
 from prime_rl.config.curriculum import (
     GateConfig,
@@ -452,7 +452,7 @@ class OrchestratorConfig(Settings):
     """Stop the run after this many batches of rollouts in a row without any to train on."""
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of the orchestrator and of environment workers, beside those of the
     top-level ``env_vars``."""
 

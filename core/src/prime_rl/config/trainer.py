@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings, VariableName
+from prime_rl.config.base import PluginTable, Settings, Variables
 from prime_rl.errors import ConfigError
 
 
@@ -272,7 +272,7 @@ class TrainerConfig(PluginTable):
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
     ends. A batch of several optimizer steps counts if none of them was finite."""
 
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of the trainer, beside those of the top-level ``env_vars``."""
 
     @model_validator(mode="before")
