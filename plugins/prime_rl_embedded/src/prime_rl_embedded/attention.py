@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from prime_rl.trainer.device import to_device
 from prime_rl_embedded.decoding import RowRun, attend_run, row_runs
 from prime_rl_embedded.kv import KVCache
+from prime_rl_kernels.device import to_device
 
 ATTENTION_NAME = "prime_rl_slots"
 _UNSUPPORTED = ("softcap", "s_aux")

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prime_rl.trainer.device import to_device
 from prime_rl_embedded.requests import Request, SamplingParams, TokenScore
+from prime_rl_kernels.device import to_device
 
 _UNIFORM_BITS = 32
 _UNIFORM_RANGE = float(1 << _UNIFORM_BITS)

@@ -31,7 +31,6 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from prime_rl.trainer.device import to_device
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.prefixes import BLOCK, Node, PrefixCache, restore
@@ -40,6 +39,7 @@ from prime_rl_embedded.sampling import sample
 from prime_rl_embedded.scoring import is_scored, score_prompts
 from prime_rl_embedded.sleep import Offloaded, release_cached
 from prime_rl_engine_kit.routes import narrowed
+from prime_rl_kernels.device import to_device
 from prime_rl_kernels.routes import Recorder, choosing
 
 log = logging.getLogger(__name__)

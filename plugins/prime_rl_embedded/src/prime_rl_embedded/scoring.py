@@ -18,11 +18,11 @@ from itertools import accumulate, chain
 import numpy as np
 from torch import Tensor
 
-from prime_rl.trainer.device import to_device
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.requests import Request, TokenScore
 from prime_rl_embedded.sampling import score_tokens
+from prime_rl_kernels.device import to_device
 
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 """Logits computed at a time: on CPU what fits its caches, on CUDA enough to fill the device."""
