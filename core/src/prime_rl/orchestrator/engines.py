@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from prime_rl.errors import RunError
 from prime_rl.inference.client import NoAnswer
 from prime_rl.inference.engine import EngineState, Replica
 from prime_rl.inference.fleet import Fleet
@@ -14,6 +15,7 @@ from prime_rl.orchestrator.context import Engines, RunContext
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.status import STARTING, EngineFacts, Facts
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.status import Status
 
 FOLLOW_SECONDS = 1.0
@@ -79,9 +81,15 @@ class EngineKeeper(Observer):
     async def _follow(self) -> None:
         """Engines join and leave as the launch facts say."""
         urls = self.context.launch.engine_urls
+        facts = self.context.run_dir / "configs" / "launch.json"
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
-            launch = Launch.read(self.context.run_dir)
+            try:
+                launch = Launch.read(self.context.run_dir)
+            except RunError as error:  # the last facts count until it can be read again
+                poll_failed(facts, error)
+                continue
+            poll_succeeded(facts)
             if launch.engine_urls != urls:
                 urls = launch.engine_urls
                 self.engines.fleet.follow(urls, launch.engine_names)

@@ -23,7 +23,7 @@ from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.loss import Head
 from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
-from prime_rl.rundir.status import Status, names_in
+from prime_rl.rundir.status import Status, names_seen
 from prime_rl.trainer import context, expert_ranks, parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.expert_balance import (
@@ -331,7 +331,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
         # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
-        while made.name not in names_in(made.parent):
+        while made.name not in names_seen(made.parent):
             time.sleep(POLL_SECONDS)
 
     if not path.is_dir():
