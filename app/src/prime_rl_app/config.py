@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from prime_rl.config.explain import TAGS, TEXT_TYPES, explain, is_scalar
 from prime_rl.config.removed import REMOVED
 from prime_rl.config.run import RunConfig
-from prime_rl.entries import entries, leaving_out
+from prime_rl.entries import entries, leaving_out, load_entry
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.registry.manager import GROUPS, load_plugins
 from prime_rl.registry.offers import KINDS, bringer, collect
@@ -218,7 +218,7 @@ def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
     notices += more
     with leaving_out(config.plugins.disabled):
         for entry in entries(FITS):
-            config, more = entry.load()(config)
+            config, more = load_entry(entry)(config)
             notices += more
 
     return config, notices
@@ -237,7 +237,7 @@ def installed_defaults() -> dict[str, Any]:
 
     tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in offered]
     for entry in entries(HERE):
-        tables = [merge(each, entry.load()()) for each in tables]
+        tables = [merge(each, load_entry(entry)()) for each in tables]
     return tables[0] if tables else {}
 
 
