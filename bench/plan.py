@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import record
+from prime_rl_plan.devices import parse
 
 GIB = 2**30
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "max_position_embeddings": 131_072}
@@ -76,6 +77,7 @@ def gpu_request(model: str, ranks: int, tokens: int, trainer: dict[str, Any]) ->
     return _request(
         table | {"max_position_embeddings": 131_072},
         gpu=True,
+        memory=parse("1xH100-80").memory,
         ranks=ranks,
         trainer={"activation_checkpointing": 1} | trainer,
         seq_len=tokens,

@@ -48,6 +48,7 @@ def request(model: str, tokens: int, seq_len: int, settings: dict[str, Any]) -> 
     trainer = {"activation_checkpointing": 1, "loss": {"type": "default"}, **settings}
     return {
         "gpu": True,
+        "memory": parse("1xH100-80").memory,
         "half": True,
         "ranks": 1,
         "rows": 2,

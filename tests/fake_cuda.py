@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -195,6 +196,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), gpus: int = 8) -> Iterator[R
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.is_bf16_supported": lambda *a, **k: True,
         "torch.cuda.get_device_capability": lambda *a: capability,
+        "torch.cuda.get_device_properties": lambda *a: SimpleNamespace(total_memory=80 * 2**30),
         "torch.cuda.get_device_name": lambda *a: "NVIDIA H100 80GB HBM3",
         "torch.cuda.max_memory_allocated": lambda *a: 0,
         "torch.cuda.get_rng_state": lambda *a: torch.zeros(16, dtype=torch.uint8),

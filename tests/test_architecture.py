@@ -24,6 +24,7 @@ from source_imports import (
 )
 
 import prime_rl
+from prime_rl.entries import OF_OURS, OF_PLUGINS
 from prime_rl.registry.manager import GROUPS, load_plugins
 from prime_rl.registry.offers import KINDS, collect
 
@@ -604,6 +605,10 @@ def test_every_group_of_entry_points_that_is_read_is_declared() -> None:
     read = groups_that_are_read()
     assert {"prime_rl.known", "prime_rl.env_workers", "prime_rl.fits", "prime_rl.api"} <= read
     assert read <= groups_of_entry_points().keys()
+
+
+def test_the_groups_that_a_misspelt_one_is_compared_with_are_all_that_we_declare() -> None:
+    assert {*OF_PLUGINS, *OF_OURS} == groups_of_entry_points().keys()
 
 
 def test_every_group_of_entry_points_is_public_or_has_two_implementations() -> None:

@@ -128,6 +128,8 @@ def test_a_row_is_one_call_of_the_varlen_kernel_in_each_layer(found: dict[str, A
         assert kernels["_varlen_attn"] == forward
         assert kernels["_varlen_attn_backward"] == calls
         assert "bmm" not in kernels
+        # Its gradient is a copy of a layer's heads, in another layout.
+        assert "select_backward" not in kernels
         assert not any("scaled_dot_product" in each for each in kernels)
 
 
@@ -233,10 +235,10 @@ def test_ranks_hold_shards_and_exchange_them_block_by_block(
     assert (result["mesh"], result["placements"]) == (mesh, [placements])
     assert (result["whole"], result["shard"]) == ([64, 128], shard)
     units = LAYERS + 1  # the blocks, and the rest
-    # Weights go around in bfloat16, and gradients in float32. The rest stays gathered between
-    # forward and backward.
+    # Weights go around in bfloat16, once for all rows; those of a model of this size stay gathered.
+    # Gradients go in float32.
     expected = {
-        "_allgather_base_ bfloat16": ROWS * (units + LAYERS),
+        "_allgather_base_ bfloat16": units,
         "_reduce_scatter_base_ float32": ROWS * units,
         "allreduce_ float32": units * all_reduces,  # replicas: once per step
         "allgather_ float32": 1,  # the norm
@@ -244,6 +246,26 @@ def test_ranks_hold_shards_and_exchange_them_block_by_block(
     assert result["collectives"] == {each: n for each, n in expected.items() if n}
     assert waits(result) == TWO_WAITS
     assert result["float32_products"] == {} and result["devices"] == ["cuda:0"]
+
+
+def test_weights_that_do_not_stay_are_gathered_for_each_pass_of_each_row(
+    found: dict[str, Any],
+) -> None:
+    kept = case(found, "8 ranks")
+    freed = case(found, "8 ranks, resharded")
+    units = LAYERS + 1
+    # What is no block stays between forward and backward.
+    expected = {"_allgather_base_ bfloat16": ROWS * (units + LAYERS)}
+    assert freed["collectives"] == kept["collectives"] | expected
+    assert waits(freed) == TWO_WAITS
+
+
+def test_one_rank_copies_each_weight_once_in_a_step(found: dict[str, Any]) -> None:
+    """A block has 11 weights, and the rest two, which stay between forward and backward."""
+    kept = case(found, "dense")["kernels"]
+    freed = case(found, "resharded")["kernels"]
+    blocks = LAYERS * 11
+    assert freed["copy_"] - kept["copy_"] == ROWS * (2 * blocks + 2) - (blocks + 2)
 
 
 def test_ranks_of_a_row_exchange_heads_for_tokens_in_every_layer(found: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 # Adam would multiply the rounding of twenty steps.
 MINIBATCHES = {"minibatches": 2, "epochs": 2, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
 ANCHORED = {"ema_decay": 0.5, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
+KEPT: dict[str, Any] = {"reshard_after_forward": False}
 CONTEXT = {"context_parallel": 2}
 """Two ranks compute each row together."""
 HEAD = {"heads": {"scores": {"lr": 2e-3}}, "optim": {"lr": 5e-4, "max_norm": 0.5}}
@@ -110,6 +111,8 @@ def runs(
             2,
             [
                 job("two"),
+                job("two_kept", trainer=KEPT),
+                job("two_anchored_kept", trainer=ANCHORED | KEPT, loss="anchored"),
                 job("two_by_memory", broadcast="gloo"),
                 job("two_replicas", trainer={"dp_replicate": 2}),
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
@@ -245,6 +248,15 @@ RESUMED = [
     "two_context_from_one",
     "one_from_context",
 ]
+
+
+@pytest.mark.parametrize("name", ["two", "two_anchored"])
+def test_weights_that_stay_gathered_change_no_bit(runs: Path, name: str) -> None:
+    kept = curve(runs / f"{name}_kept")
+    for step, metrics in curve(runs / name).items():
+        own = {key: value for key, value in metrics.items() if key.startswith(COMPARED)}
+        assert "loss/mean" in own and "optim/grad_norm" in own
+        assert own == {key: kept[step][key] for key in own}
 
 
 @pytest.mark.parametrize("name", [*MANY, *RESUMED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,43 @@ def test_a_secret_is_refused_and_not_shown(where, start, name):
 def test_what_the_run_sets_itself_is_refused(name):
     with pytest.raises(ConfigError, match=f"trainer.env_vars.{name}: the run sets this variable"):
         check_variables(loaded("--trainer.env-vars", f'{{{name} = "0"}}'))
+
+
+@pytest.mark.parametrize("where", ["env_vars", *(f"{part}.env_vars" for part in PARTS)])
+@pytest.mark.parametrize("name", ["", "A B", "A=B", "A\0", "A\n", " A", "A\t", "\x1b"])
+def test_what_no_variable_may_be_called_is_refused(where, name):
+    with pytest.raises(ConfigError) as caught:
+        loaded(f"--{where}", json.dumps({name: "x"}))
+    assert str(caught.value).startswith(f"{where}: expected the name of an environment variable")
+
+
+@pytest.mark.parametrize("where", ["env_vars", *(f"{part}.env_vars" for part in PARTS)])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("a\0b", "expected a text without the character NUL"),
+        ("\0", "expected a text without the character NUL"),
+        ("\ud800", r"expected a text in UTF-8, got '\ud800'"),
+        (b"\xff".decode("utf-8", "surrogateescape"), "expected a text in UTF-8"),
+    ],
+)
+def test_a_value_that_no_variable_may_have_is_refused(where, value, says):
+    with pytest.raises(ConfigError) as caught:
+        loaded(f"--{where}", json.dumps({"A": value}))
+    assert str(caught.value).startswith(f"{where}.A: {says}")
+
+
+def test_a_text_that_is_no_utf_8_is_refused_anywhere():
+    for key, place in (("model.name", "model.name"), ("run.name", "run.name")):
+        with pytest.raises(ConfigError, match=f"{place}: expected a text in UTF-8, got"):
+            loaded(f"--{key}", "a\udcff")
+    with pytest.raises(ConfigError, match=r"orchestrator.train.env.0.args: expected a text in UTF"):
+        loaded("--orchestrator.train.env.0.args", json.dumps({"\ud800": 1}))
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a=b", "\n", "ü"])
+def test_any_other_value_passes(value):
+    assert loaded("--env-vars", json.dumps({"A": value})).env_vars == {"A": value}
 
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "NCCL_DEBUG"])

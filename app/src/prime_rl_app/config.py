@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from prime_rl.config.explain import TAGS, TEXT_TYPES, explain, is_scalar
 from prime_rl.config.removed import REMOVED
 from prime_rl.config.run import RunConfig
-from prime_rl.entries import entries, leaving_out
+from prime_rl.entries import entries, leaving_out, load_entry
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.registry.manager import GROUPS, load_plugins
 from prime_rl.registry.offers import KINDS, bringer, collect
@@ -156,7 +156,7 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
     """One table over the installed defaults, validated. Raises ``ConfigError``."""
     of_sft, rest = sft.expanded(table)
     whole = without_replaced(merge(merge(installed_defaults(), of_sft), rest))
-    _check_finite(whole, ())
+    _check_written(whole, ())
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
@@ -184,13 +184,22 @@ def _without(table: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != name}
 
 
-def _check_finite(value: Any, path: tuple[str, ...]) -> None:
-    """Processes read the config as JSON, which has no infinity."""
+def _check_written(value: Any, path: tuple[str, ...]) -> None:
+    """Processes read the config as JSON in UTF-8, which has no infinity and no half characters: a
+    command line in another encoding has those, and so has JSON (``\\ud800``)."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_finite(part, (*path, str(key)))
+            _check_written(str(key), path)
+            _check_written(part, (*path, str(key)))
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{'.'.join(path) or 'configuration'}: expected a text in UTF-8, got {value[:80]!a}"
+            ) from error
 
 
 def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -209,7 +218,7 @@ def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
     notices += more
     with leaving_out(config.plugins.disabled):
         for entry in entries(FITS):
-            config, more = entry.load()(config)
+            config, more = load_entry(entry)(config)
             notices += more
 
     return config, notices
@@ -228,7 +237,7 @@ def installed_defaults() -> dict[str, Any]:
 
     tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in offered]
     for entry in entries(HERE):
-        tables = [merge(each, entry.load()()) for each in tables]
+        tables = [merge(each, load_entry(entry)()) for each in tables]
     return tables[0] if tables else {}
 
 

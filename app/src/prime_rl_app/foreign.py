@@ -185,7 +185,7 @@ PRIME_RL: dict[str, Foreign] = {
     "trainer.model.optimization_dtype": Foreign(None, "weights that train are float32"),
     "trainer.model.reduce_dtype": Foreign("trainer.reduce_dtype"),
     "trainer.model.quantization.**": Foreign(None, "the trainer computes in trainer.dtype"),
-    "trainer.model.reshard_after_forward": Foreign(None, "weights are always resharded"),
+    "trainer.model.reshard_after_forward": Foreign("trainer.reshard_after_forward"),
     "trainer.model.debug.**": Foreign(None, "make a small model instead: model.name"),
     "trainer.model.trust_remote_code": Foreign(None, "code of a model's repository is never run"),
     "trainer.model.**": Foreign(None, "[trainer] has the keys of the model that trains"),

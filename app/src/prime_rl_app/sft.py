@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from prime_rl.config.base import Settings
 from prime_rl.config.explain import explain
-from prime_rl.entries import entries
+from prime_rl.entries import entries, load_entry
 from prime_rl.errors import ConfigError
 
 TABLE = "sft"
@@ -185,7 +185,7 @@ def _num_rows(sft: SftConfig) -> int:
         if entry.name == COUNTER:
             try:
                 args = _data(sft, sft.data, sft.split)
-                return int(entry.load()(args.pop("data"), **args))
+                return int(load_entry(entry)(args.pop("data"), **args))
             except ConfigError as error:
                 raise ConfigError(f"{TABLE}.{error}") from error
     raise ConfigError(

@@ -278,7 +278,8 @@ def __getattr__(name: str) -> object:
         return _import_module(f"prime_rl.{name}")
 
     # The application adds ``train`` and ``Run``.
-    for entry in _import_module("prime_rl.entries").entries("prime_rl.api", name):
-        return entry.load()
+    installed = _import_module("prime_rl.entries")
+    for entry in installed.entries("prime_rl.api", name):
+        return installed.load_entry(entry)
 
     raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")

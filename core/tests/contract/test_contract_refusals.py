@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from prime_rl import PluginError, hookimpl
+from prime_rl import ConfigError, PluginError, hookimpl
+from prime_rl.entries import OF_OURS, OF_PLUGINS, group_meant, misspelt_groups
 from prime_rl.registry.manager import Hooks, load_plugins, scope
-from prime_rl.registry.offers import ALGORITHM, FILTER, LOSS, collect
+from prime_rl.registry.offers import ALGORITHM, FILTER, LOSS, collect, select
 from prime_rl.testing import make_sample
 
 WHO = "plugin 'demo' (demo-plugin 1.2)"
@@ -157,6 +158,50 @@ def test_an_entry_point_to_a_missing_module(install):
     message = refusal()
     assert message.startswith(f"{WHO} failed to import: AttributeError: ")
     assert message.endswith("list 'demo' under plugins.disabled.")
+
+
+@pytest.mark.parametrize("value", [" ", "demo_plugin:a b c", "demo plugin", ":name", "demo-plugin"])
+def test_an_entry_point_that_can_name_nothing(install, value):
+    install(value=value)
+    assert refusal() == (
+        f"{WHO}: its entry point in the group 'prime_rl' is {value.strip()!r}, expected a module, "
+        "or a module and a name in it: my_module:my_name. Fix or uninstall demo-plugin, or list "
+        "'demo' under plugins.disabled."
+    )
+
+
+GROUPS_MEANT = {
+    "prime-rl": "prime_rl",
+    "Prime_RL": "prime_rl",
+    "prime_rl.plugins": "prime_rl",
+    "prime_rl.command": "prime_rl.commands",
+    "prime-rl.commands": "prime_rl.commands",
+    "prime_rl_commands": "prime_rl.commands",
+    "prime_rl.train": "prime_rl.trainer",
+    "prime-rl-trainer": "prime_rl.trainer",
+    **dict.fromkeys((*OF_PLUGINS, *OF_OURS, "prime_rl_mine.extensions", "console_scripts"), None),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS_MEANT)
+def test_a_group_that_nothing_reads_is_named_with_the_one_that_was_meant(install, group):
+    meant = GROUPS_MEANT[group]
+    assert group_meant(group) == meant
+    install(group=group)
+    named = [str(each) for each in misspelt_groups() if "demo-plugin" in str(each)]
+    expected = (
+        f"demo-plugin 1.2 has the entry point 'demo' in the group {group!r}, which nothing reads; "
+        f"did you mean {meant!r}?"
+    )
+    assert named == ([] if meant is None else [expected])
+
+
+def test_an_algorithm_in_a_group_that_nothing_reads_is_not_found_and_the_group_is_named(install):
+    install(group="prime-rl")
+    with pytest.raises(
+        ConfigError, match=r"offers the algorithm 'mine' .* did you mean 'prime_rl'"
+    ):
+        select(ALGORITHM, "mine", offers={}, where="x")
 
 
 def test_two_distributions_of_one_plugin_name(install):

@@ -1,22 +1,40 @@
-"""What polls for a file sees it at once on NFS, whose client remembers that a name was absent."""
+"""What polls for a file sees it at once on NFS, whose client remembers that a name was absent, and
+outlives a read that NFS refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import itertools
 import os
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from waiting import Clock, until
 
+from prime_rl.orchestrator import engines
+from prime_rl.orchestrator.engines import EngineKeeper
 from prime_rl.orchestrator.policy import LivePolicy, WeightWatcher
+from prime_rl.rundir import polls
 from prime_rl.rundir.control import STOP, stop_asked
-from prime_rl.rundir.launch import READY, wait_for_model
+from prime_rl.rundir.launch import READY, Launch, wait_for_model
+from prime_rl.rundir.rows import Tail
 from prime_rl.trainer.publish import Broadcaster
 from prime_rl.trainer.published import Publisher
-from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE, Weights, wait_for_files
+from prime_rl.weights.versions import (
+    FILES_WANTED,
+    MEMORY,
+    STABLE,
+    Weights,
+    only_in_memory,
+    wait_for_files,
+)
 
 
 class Client:
@@ -88,7 +106,7 @@ async def wanted_files(run_dir: Path) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
+each_poll = pytest.mark.parametrize(
     ("poll", "files"),
     [
         (version_one, (f"broadcasts/step_1/{STABLE}",)),
@@ -98,6 +116,9 @@ async def wanted_files(run_dir: Path) -> None:
         (wait_for_model, (READY,)),
     ],
 )
+
+
+@each_poll
 async def test_a_file_that_was_absent_is_seen_when_it_comes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,3 +138,112 @@ async def test_a_file_that_was_absent_is_seen_when_it_comes(
     async with asyncio.timeout(60):
         await polling
     assert not any(path.endswith(name) for path in client.absent for name in files)
+
+
+@each_poll
+async def test_a_read_that_the_disk_refuses_ends_no_poll(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    poll: Callable[[Path], Awaitable[None]],
+    files: tuple[str, ...],
+) -> None:
+    (tmp_path / "broadcasts/step_0").mkdir(parents=True)
+    calls = itertools.count(1)
+    luck = random.Random(0)  # a fixed period could meet the same call of each look
+    for name in ("listdir", "scandir"):
+        call = getattr(os, name)
+
+        def at_times(path: Any = ".", call: Any = call) -> Any:
+            if str(path).startswith(str(tmp_path)) and next(calls) and luck.random() < 0.5:
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return call(path)
+
+        monkeypatch.setattr(os, name, at_times)
+
+    polling = asyncio.ensure_future(poll(tmp_path))
+    await until(lambda: next(calls) > 10)
+    assert not polling.done()
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    async with asyncio.timeout(60):
+        await polling
+
+
+def test_a_version_that_cannot_be_looked_at_is_not_taken_for_files(tmp_path: Path) -> None:
+    """Engines would be asked to load what is not there, and their refusal ends the run."""
+    (tmp_path / "step_1").touch()  # not a folder: no names, and no error
+    assert not only_in_memory(tmp_path / "step_1")
+    too_long = tmp_path / ("n" * 300)  # ENAMETOOLONG, whatever the user may read
+    assert only_in_memory(too_long)
+
+
+def test_a_read_that_keeps_failing_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(polls, "time", clock)
+    error = OSError(errno.EIO, "Input/output error")
+    for second in range(100):
+        polls.poll_failed(tmp_path, error)
+        assert len(caplog.messages) == (second >= 30)
+        clock.now += 1
+    assert caplog.messages == [
+        f"{tmp_path}: not readable for 30 s, still trying: [Errno 5] Input/output error"
+    ]
+    polls.poll_succeeded(tmp_path)
+    for _ in range(29):
+        polls.poll_failed(tmp_path, error)
+        clock.now += 1
+    assert len(caplog.messages) == 1
+
+
+def test_lines_that_cannot_be_read_now_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trainer.jsonl"
+    path.write_text('{"step": 1}\n')
+    tail = Tail(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuses)
+        assert tail.new_lines() == []
+    assert tail.new_lines() == [b'{"step": 1}']
+
+
+def refuses(*args: Any) -> Any:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+async def test_the_last_facts_of_the_launch_count_while_they_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    launch = Launch(
+        model_path="m",
+        served_model_name="m",
+        engine_urls=["http://a"],
+        transport_type="zmq",
+        transport_host="h",
+        transport_ports=[1],
+    )
+    launch.write(tmp_path)
+    followed: list[list[str]] = []
+    fleet: Any = SimpleNamespace(follow=lambda urls, names: followed.append(urls))
+    run: Any = SimpleNamespace(launch=launch, run_dir=tmp_path, config=None)
+    keeper = EngineKeeper(run, SimpleNamespace(fleets=[], fleet=fleet), [])  # type: ignore[arg-type]
+    monkeypatch.setattr(engines, "FOLLOW_SECONDS", 0.001)
+
+    refused: list[Path] = []
+
+    def refuse(path: Path) -> bytes:
+        refused.append(path)
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        keeping = asyncio.create_task(keeper.run())
+        await until(lambda: len(refused) > 3 or keeping.done())
+    msgspec.structs.replace(launch, engine_urls=["http://b"]).write(tmp_path)
+    await until(lambda: followed or keeping.done())
+    assert followed == [["http://b"]] and not keeping.done()
+    keeping.cancel()

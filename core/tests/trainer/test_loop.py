@@ -36,6 +36,7 @@ from prime_rl.trainer import loop, parallel
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, publish_earlier, train, wait_for_batch
 from prime_rl.trainer.metrics import append_metrics
+from prime_rl.trainer.model import keeps_gathered
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import use_attention
 from prime_rl.trainer.published import Publisher
@@ -309,6 +310,7 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
         {"optim": {"lr": 1e-6, "weight_decay": 0.0}, "device": "cpu", "dtype": "bfloat16"}
     )
     model, batch = make_model().float(), pack(random_documents([9, 5]))
+    batch.temperatures[:] = 0.7  # bfloat16 has 0.69921875
     exact, _ = token_logprobs(model, make_row(batch, CPU))
     trainer = Trainer(model, installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=1)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -514,3 +516,44 @@ def test_the_reference_before_stays_until_engines_have_loaded_the_new_one(
         ["step_10", "step_5"],
         ["step_10", "step_15"],
     ]
+
+
+def test_one_rank_in_half_precision_that_keeps_its_rounded_weights_changes_no_bit(
+    make_model: Callable[..., PreTrainedModel], pack: Any, random_documents: Any
+) -> None:
+    """Two steps of three rows, in the second with other weights than were gathered in the first."""
+    rows = [pack(random_documents(lengths)) for lengths in ([9, 5], [4, 3], [7])]
+    found = []
+    for reshards in (True, False):
+        settings = {
+            "optim": {"lr": 0.01},
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "reshard_after_forward": reshards,
+        }
+        trainer = Trainer(
+            make_model().float(),
+            installed_losses().with_rl(Ratio(PluginConfig())),
+            TrainerConfig.model_validate(settings),
+            max_steps=2,
+        )
+        assert trainer.policy.keeps_gathered is not reshards
+        metrics = [trainer.train_step(step, rows) for step in (1, 2)]
+        weights = [parallel.full(each.detach()).clone() for each in trainer.model.parameters()]
+        norms = [each["optim/grad_norm"] for each in metrics]
+        assert norms[0] != norms[1]
+        found.append((weights, norms, [each["loss/mean"] for each in metrics]))
+
+    assert all(a.equal(b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    assert found[0][1:] == found[1][1:]
+
+
+def test_weights_stay_gathered_where_they_take_a_sixteenth_of_the_gpu() -> None:
+    auto = TrainerConfig(device="cpu")
+    assert keeps_gathered(auto, 5 * 2**30, memory=80 * 2**30)
+    assert not keeps_gathered(auto, 5 * 2**30 + 1, memory=80 * 2**30)
+    assert not keeps_gathered(auto, 1, memory=0)  # no GPU
+    never = TrainerConfig(device="cpu", reshard_after_forward=True)
+    always = TrainerConfig(device="cpu", reshard_after_forward=False)
+    assert not keeps_gathered(never, 1, memory=80 * 2**30)
+    assert keeps_gathered(always, 2**40, memory=0)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifiers.v1.dialects import AnthropicDialect, ChatDialect, ResponsesDialect
 from verifiers.v1.graph import message_hash
-from verifiers.v1.types import AssistantMessage, Response, ToolCall, Usage
+from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 
 from in_process.replies import name_calls
 from program.dialects import PolicyChat, PolicyMessages, PolicyResponses, for_policy
-from program.policy import PolicyClient
+from program.policy import Conversations, PolicyClient
 
 TEXTS = st.text(max_size=12)
 SPELLINGS = st.sampled_from(["{}", '{"a":1}', '{ "a" : 1.50 }', '{"b": [1,  null], "a": "é"}'])
@@ -27,10 +27,28 @@ def made(kind: type[Any]) -> Any:
     """The dialect of one rollout, without an engine."""
     policy = PolicyClient.__new__(PolicyClient)
     policy.ignored = set()
-    policy.conversations = {}
+    policy.conversations = Conversations()
     policy.trace = SimpleNamespace(nodes=[])
     base = {PolicyChat: ChatDialect, PolicyResponses: ResponsesDialect}.get(kind, AnthropicDialect)
     return for_policy(base(), policy)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from("abc"), max_size=3))))
+def test_conversations_are_kept_as_they_were_and_each_common_beginning_once(
+    turns: list[tuple[int, list[str]]],
+) -> None:
+    """Each goes on from one of the earlier ones, as JSON from a client that sends all of it."""
+    said: list[list[dict[str, Any]]] = [[]]
+    conversations = Conversations()
+    for number, (back, texts) in enumerate(turns):
+        before = said[max(0, len(said) - 1 - back)]
+        said.append([*before, *({"role": "user", "content": text} for text in texts)])
+        conversations.add(f"resp_{number}", json.loads(json.dumps(said[-1])))
+
+    kept = [conversations.items(f"resp_{number}") for number in range(len(turns))]
+    assert kept == said[1:]
+    beginnings = {json.dumps(each[: end + 1]) for each in said for end in range(len(each))}
+    assert len({id(item) for each in kept for item in each}) == len(beginnings)
 
 
 def reply_of(text: str, thought: str, calls: list[tuple[str, str]], finish: Any) -> Response:
@@ -52,6 +70,34 @@ def reply_of(text: str, thought: str, calls: list[tuple[str, str]], finish: Any)
         finish_reason=finish,
         usage=Usage(prompt_tokens=11, completion_tokens=3),
     )
+
+
+async def test_a_long_conversation_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the replies of 50 turns can be continued with: 100 items, not 50 copies of up to 100."""
+    monkeypatch.setattr("program.policy.run_number", lambda ctx, trace: 0)
+    trace = SimpleNamespace(agent=SimpleNamespace(name="agent"), nodes=[])
+
+    async def get_response(*asked: Any) -> Response:
+        return reply_of("answer", "", [], "stop")
+
+    policy = PolicyClient(SimpleNamespace(get_response=get_response), trace, None)  # type: ignore[arg-type]
+    dialect: Any = for_policy(ResponsesDialect(), policy)
+    sampling = SamplingConfig()
+    history: list[dict[str, Any]] = []
+    replies = []
+    for turn in range(50):
+        history.append({"role": "user", "content": f"question {turn}"})
+        body = {"model": "m", "input": json.loads(json.dumps(history))}
+        raw: Any = (await policy.get_response(dialect, body, sampling)).raw
+        history += raw["output"]
+        replies.append(raw["id"])
+
+    kept = [
+        dialect.apply_overrides({"previous_response_id": reply}, "m", sampling)["input"]
+        for reply in replies
+    ]
+    assert kept == [history[: 2 * turn + 2] for turn in range(50)]
+    assert len({id(item) for each in kept for item in each}) == 100
 
 
 def restated(kind: type[Any], raw: dict[str, Any]) -> dict[str, Any]:

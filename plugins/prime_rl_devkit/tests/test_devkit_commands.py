@@ -28,6 +28,34 @@ def test_a_broken_plugin_is_listed_with_the_reason_beside_the_others(tmp_path, s
     assert [row["plugin"] for row in rows if row["error"]] == ["bad"]
 
 
+@pytest.mark.parametrize(
+    ("points", "says"),
+    [
+        ("[prime-rl]\nzzz = bad\n", "in the group 'prime-rl', which nothing reads; did you mean"),
+        ("[prime_rl.plugins]\nzzz = bad\n", "in the group 'prime_rl.plugins', which nothing reads"),
+        (
+            "[prime_rl]\nzzz = \n",
+            "its entry point in the group 'prime_rl' is '', expected a module",
+        ),
+        ("[prime_rl]\nzzz = bad:a b c\n", "is 'bad:a b c', expected a module, or a module and a"),
+    ],
+)
+def test_entry_points_that_nothing_reads_or_loads_are_listed_shown_and_checked(
+    tmp_path, site, points, says
+):
+    site("bad", points)
+    for command in (["list"], ["list", "--verbose"], ["show", "zzz"], ["check", "zzz"]):
+        done = prime_rl("plugins", *command, cwd=tmp_path)
+        words = " ".join(done.stdout.split())
+        assert "".join(says.split()) in "".join(words.split()), (command, words)
+        assert done.returncode == (0 if command[0] == "show" else 1)
+    # The check of other plugins is not disturbed by a name that is taken there.
+    assert prime_rl("plugins", "check", "grpo", cwd=tmp_path).returncode == 0
+    done = prime_rl("zzz", cwd=tmp_path)
+    assert done.returncode == 2 and "no command 'zzz'" in done.stderr
+    assert "".join(says[:30].split()) in "".join(done.stderr.replace("│", "").split())
+
+
 def test_a_broken_plugin_is_shown_with_the_reason(tmp_path, site):
     code = "from prime_rl import hookimpl\n@hookimpl\ndef register_algorithms(): return [1]\n"
     site("bad", "[prime_rl]\nbad = bad\n", code)

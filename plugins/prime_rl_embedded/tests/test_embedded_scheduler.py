@@ -215,8 +215,7 @@ def test_the_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
     cache = KVCache({0: (2, 4)}, max_slots=20, max_len=300)
     assert (cache.slots, cache.capacity) == (8, 128)
     keys = torch.arange(16.0).view(2, 2, 4)
-    index = cache.write_index(torch.tensor([0, 7]), torch.tensor([127, 5]), 2)
-    cache.write(0, index, keys, -keys)
+    cache.write(0, torch.tensor([0, 7]), torch.tensor([127, 5]), keys, -keys)
     cache.reserve(9, 129)
     assert (cache.slots, cache.capacity) == (16, 256)
     cache.reserve(17, 257)
@@ -228,3 +227,32 @@ def test_the_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
     assert cache.layers[0].count_nonzero() == 15 + 15 + 16  # keys[0] contains one zero
     cache.clear_row(7)
     assert cache.layers[0][:, 7].count_nonzero() == 0
+
+
+def test_numbers_of_a_step_reach_a_gpu_without_a_wait(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.tensor(numbers, device=...)`` would wait until the GPU has done all that is queued:
+    in the middle of a step, the whole model. ``to_device`` queues the copy."""
+    make = torch.tensor
+
+    def on_host(*values: Any, **options: Any) -> torch.Tensor:
+        assert "device" not in options, "waits for the device"
+        return make(*values, **options)
+
+    monkeypatch.setattr(torch, "tensor", on_host)
+    scheduler = Scheduler(model, num_slots=4, max_model_len=64)
+    many: dict[str, Any] = {"max_tokens": 20}
+    for prompt, sampling in (
+        ([1, 2, 3, 4], SamplingParams(**many)),
+        ([1, 2, 3, 4], SamplingParams(**many)),
+        ([5, 6], SamplingParams(**many, temperature=0.7, top_p=0.9)),
+        ([7], SamplingParams(**many, temperature=0.0)),
+        ([8, 9], SamplingParams(max_tokens=1, prompt_logprobs=1)),
+    ):
+        scheduler.add(Request(prompt, sampling))
+    for _ in range(3):
+        scheduler.step()
+    assert [len(each.token_ids) for each in scheduler.active] == [3, 3, 3, 2]
+    assert scheduler.stats.finished["error"] == 0
+    assert scheduler.stats.finished["length"] == 1

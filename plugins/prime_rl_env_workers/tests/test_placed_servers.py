@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def test_each_worker_is_with_one_server_which_has_no_admin_key(
     announce(servers[2].file, ["tcp://h2:1"])
     assert {find() for find in finds} == {"tcp://h0:1", "tcp://h0:2", "tcp://h1:1"}
     assert [find() for find in placed_workers(evaluation, 1)] == ["tcp://h2:1"]
+
+    def refuse(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:  # an address that changes would end the worker
+        patch.setattr(Path, "read_bytes", refuse)
+        assert {find() for find in finds} == {"tcp://h0:1", "tcp://h0:2", "tcp://h1:1"}
     with pytest.raises(RunError, match=r"orchestrator\.env_workers is 'auto'"):
         written(tmp_path, env_workers="auto", train={"env": [{"id": "a"}]})
         servers_of(tmp_path, 2)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import contextmanager
+import threading
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from gateway_texts import END, text_of
-from waiting import until
+from waiting import LIMIT, until
+
+from prime_rl_gateway.book import Session
+from prime_rl_gateway.store import Line, Place, Store
 
 KEPT = {"x-stainless-retry-count": "1"}
 
@@ -106,6 +111,99 @@ async def test_a_file_that_is_damaged_costs_its_own_session_and_says_so(
         ]
     assert statuses == [410, 200]
     assert "its session is lost" in caplog.text
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"half', b"\0" * 300])
+def test_the_place_of_a_session_is_that_of_its_last_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes
+) -> None:
+    """However the lines lie in the blocks that are read."""
+    monkeypatch.setattr("prime_rl_gateway.store.BLOCK", 64)
+    store = Store(tmp_path)
+    sizes = [1, 2, 60, 64, 65, 500, 5000]
+    for number in range(60):
+        rewards = [float(size) for size in (sizes * 3)[number % 7 :][: 1 + number % 3]]
+        session = Session(
+            id=f"s{number}",
+            number=number,
+            tenant="t",
+            group="g",
+            task=None,
+            idempotency_key=None,
+            opened_at=0.0,
+            touched_at=0.0,
+        )
+        end = 0
+        for reward in rewards:
+            session.reward = reward
+            text = "x" * int(reward)
+            end = store.append(Line(place=Place.of(session), nodes=[{"text": text}]), end)
+        with store._path(session.id).open("ab") as file:
+            file.write(tail)
+    store._path("never").write_bytes(tail)
+
+    places = store.places()
+    assert [place.number for place in places] == [*range(60)]
+    assert places == [store.read(place.id).place for place in places]
+    assert not store._path("never").exists()
+
+
+async def test_a_restart_reads_whole_only_what_is_open(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(echo) as running:
+        sessions = [await running.open() for _ in range(4)]
+        for session in sessions[:3]:
+            await running.say(session, ("user", "one"))
+            await running.reward(session, reward=1.0)
+    read = Store.read
+    whole: list[str] = []
+
+    def noted(self: Store, session_id: str) -> Any:
+        whole.append(session_id)
+        return read(self, session_id)
+
+    monkeypatch.setattr(Store, "read", noted)
+    async with gateway(echo) as running:
+        assert whole == [sessions[3]["id"]]
+        groups = [await running.group() for _ in range(3)]
+    assert [rollout.info["session"] for (rollout,) in groups] == [s["id"] for s in sessions[:3]]
+
+
+async def test_clients_are_told_to_wait_while_sessions_are_read(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(echo) as running:
+        session = await running.open()
+        url, headers = running.url, running.http.headers
+    may_read = threading.Event()
+    read = Store.read
+
+    def later(self: Store, session_id: str) -> Any:
+        assert may_read.wait(LIMIT)
+        return read(self, session_id)
+
+    monkeypatch.setattr(Store, "read", later)
+    path = f"/sessions/{session['id']}"
+    async with AsyncExitStack() as stack:
+        starting = asyncio.create_task(stack.enter_async_context(gateway(echo)))
+        client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False)
+        http = await stack.enter_async_context(client)
+        answers: list[httpx.Response] = []
+        try:
+            while not answers:
+                with suppress(httpx.ConnectError):
+                    answers.append(await http.get(path))
+                await asyncio.sleep(0.005)
+            answers.append(await http.post("/sessions", json={}))
+            answers.append(await http.get("/health"))
+        finally:
+            may_read.set()
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert all(int(answer.headers["Retry-After"]) > 0 for answer in answers)
+        running = await starting
+        assert (await running.http.get(path)).json()["status"] == "open"
+        assert await running.say(session, ("user", "two")) == "two!"
 
 
 # -- a disk that fails ---------------------------------------------------------------------------

@@ -18,11 +18,14 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig, PreTrainedModel
 from written_elements import WrittenElements
 
 from prime_rl import ConfigError
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl_kernels import attention
 from prime_rl_kernels.attention import NAMES, Continuation, Documents, Inputs, register
-from prime_rl_kernels.kernels import Auto, KernelConfig
+from prime_rl_kernels.kernels import Auto, KernelConfig, Varlen
 from prime_rl_kernels.packing import WholeRow
 
 CPU = torch.device("cpu")
@@ -399,3 +402,26 @@ def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
         attention.use_flash(name)
     assert active == [None, "FA3", None]
     assert caplog.text.count("FA3") == 1
+
+
+def test_the_layers_of_a_model_in_bfloat16_share_what_is_known_of_a_row(
+    make_model: Any, pack: Any, random_documents: Any
+) -> None:
+    """Such as the offsets of its documents, which are on the device once and not once per layer."""
+    config = TrainerConfig(device="cpu", dtype="bfloat16")
+    trainer = Trainer(
+        make_model("varlen", num_hidden_layers=3).float(),
+        installed_losses(),
+        config,
+        max_steps=1,
+        kernel=Varlen(KernelConfig()),
+    )
+    seen: list[Documents] = []
+    for layer in trainer.model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, named: seen.append(named["documents"]), with_kwargs=True
+        )
+
+    trainer.forward(pack(random_documents([9, 5])))
+    assert len(seen) == 3
+    assert all(each is seen[0] for each in seen)

@@ -241,16 +241,18 @@ def test_advice_adds_changes_until_it_fits() -> None:
     config = load_config([], ["--model.name", "o/m", "--max_steps", "1", "--seq-len", "100"])
     trainer = config.trainer.model_copy(update={"micro_batch_tokens": 400})
     config = config.model_copy(update={"trainer": trainer})
-    needs = {(): 50.0, ("1",): 40.0, ("1", "100"): 20.0}
+    needs = {(): 50.0, ("true",): 48.0, ("true", "1"): 40.0, ("true", "1", "100"): 20.0}
 
     def plan(values: tuple[str, ...]) -> Plan:
         side, machines = Side({}, 30.0, needs[values]), Machines(nodes=1, count=1)
         others: dict[str, Any] = {"tokens": 1, "rows": 1, "concurrency": 1}
-        others |= {"update": 0.0, "seconds": {}, "facts": SimpleNamespace(ranks=1)}
+        facts = SimpleNamespace(ranks=1, measured={"keeps_gathered": not values})
+        others |= {"update": 0.0, "seconds": {}, "facts": facts}
         return Plan(config, machines, [], side, None, {}, **others)
 
     changes, found = advise(plan(()), lambda given: plan(tuple(value for _, value in given)))
     assert changes == [
+        ("trainer.reshard_after_forward", "true"),
         ("trainer.activation_checkpointing", "1"),
         ("trainer.micro_batch_tokens", "100"),
     ]

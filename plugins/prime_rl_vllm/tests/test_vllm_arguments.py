@@ -325,6 +325,7 @@ def test_prefill_engines_share_no_gpu_with_the_trainer_and_record_no_routes():
     from dataclasses import replace
 
     engine = Vllm(config(prefill_engines=1, data_parallel_size=1))
+    assert "sleep" in engine.lacks and "sleep" not in Vllm(config()).lacks
     with pytest.raises(ConfigError, match=r"prefill_engines: .* with deployment\.colocated"):
         engine.command(replace(LAUNCH, can_sleep=True))
     with pytest.raises(ConfigError, match="enable_return_routed_experts: is True, and prefill_"):

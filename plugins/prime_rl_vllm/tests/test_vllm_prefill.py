@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_NIXL, reason="no nixl in .venv-vllm: `make setup-vllm` installs it"),
 ]
 
-LACKS = {"sleep": "the engines do not share the trainer's GPUs"}
 PULLED = "external_prefix_cache_hits"
 """Prompt tokens whose KV was taken over."""
 
@@ -39,7 +38,7 @@ def server_settings(**more: object) -> Vllm:
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSubject]:
     folder = tmp_path_factory.mktemp("split")
-    with started(server_settings(), folder, python=PYTHON, lacks=LACKS) as subject:
+    with started(server_settings(), folder, python=PYTHON) as subject:
         subject.meet()
         yield subject
 
@@ -88,6 +87,19 @@ def test_text_routes_take_over_prompts_too(split: EngineSubject) -> None:
     before = split.metric(PULLED)
     split.ok(split.http.post("/v1/completions", json=body, headers=split.headers()))
     assert split.metric(PULLED) - before >= 200
+
+
+def test_a_second_turn_takes_over_what_the_engine_that_samples_does_not_have(
+    split: EngineSubject,
+) -> None:
+    """It has the whole blocks of 128 of the first turn, its completion included."""
+    prompt = letters(300, 77)
+    first = split.choice(prompt, "turns", max_tokens=100, seed=1)
+    longer = [*prompt, *first.token_ids, *letters(50, 3)]
+    before = split.metric(PULLED)
+    choice = split.choice(longer, "turns", max_tokens=30, seed=2)
+    assert split.metric(PULLED) - before == 450 - 3 * 128
+    assert split.reference().gap(longer, choice.token_ids, choice.logprobs) < 5e-4
 
 
 def test_requests_go_on_while_the_weights_change_and_later_ones_have_the_new(
@@ -170,7 +182,7 @@ def test_a_divided_server_passes_the_engine_suite(split: EngineSubject, check: s
 
 def test_a_server_whose_prefill_engine_is_killed_ends_with_the_reason(tmp_path: Path) -> None:
     """The run starts it again, with both. Requests in flight are answered or fail."""
-    with started(server_settings(), tmp_path, python=PYTHON, lacks=LACKS) as subject:
+    with started(server_settings(), tmp_path, python=PYTHON) as subject:
         subject.meet()
         log = tmp_path / "engine.log"
         first_started = re.search(r"EngineCore pid=(\d+)", log.read_text())

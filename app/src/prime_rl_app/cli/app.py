@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from prime_rl.entries import entries
+from prime_rl.entries import entries, misspelt_groups
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.registry.manager import (
@@ -46,6 +46,8 @@ class CommandGroup(TyperGroup):
                 ctx.fail(f"no command {name!r} is installed. Run: pip install {package}")
             if name not in self.commands and broken:
                 ctx.fail(f"no command {name!r}. {_missing(broken)}")
+            if name not in self.commands and (misspelt := misspelt_groups()):
+                ctx.fail(f"no command {name!r}. {' '.join(map(str, misspelt))}")
 
         return super().resolve_command(ctx, args)
 

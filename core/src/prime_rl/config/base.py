@@ -14,9 +14,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 
 def check_variable(name: str) -> str:
     """The name, if an environment variable may have it. Raises ``ValueError``."""
-    if not name or "=" in name or "\0" in name:
-        raise ValueError("expected the name of an environment variable, not empty and without '='")
+    # Processes would pass most of these on; a shell, or the file of a job, between them does not.
+    if not name or any(each in "= " or not each.isprintable() for each in name):
+        raise ValueError(
+            "expected the name of an environment variable, not empty, without '=', spaces and "
+            "control characters"
+        )
     return name
+
+
+def _variable_value(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("expected a text without the character NUL, which ends it for a process")
+    return value
 
 
 def _host(name: str) -> str:
@@ -52,6 +62,8 @@ def _public_headers(headers: dict[str, str]) -> dict[str, str]:
 
 
 VariableName = Annotated[str, AfterValidator(check_variable)]
+Variables = dict[VariableName, Annotated[str, AfterValidator(_variable_value)]]
+"""Environment variables of a process."""
 HeaderName = Annotated[str, AfterValidator(_header)]
 Headers = Annotated[dict[HeaderName, str], AfterValidator(_public_headers)]
 """Headers without secrets."""

@@ -42,6 +42,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
 
 def _line(problem: Any, model: type[BaseModel], where: str, refused: Collection[Any]) -> str:
     location = tuple(part for part in problem["loc"] if part not in TAGS)
+    if location[-1:] == ("[key]",):  # the key itself is wrong, and is shown as the value
+        location = location[:-2]
     names = [where, *location] if where else location
     place = ".".join(str(name) for name in names) or "configuration"
     known = fields_at(model, location[:-1])

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import HeaderName, Headers, HostName, Settings, VariableName
+from prime_rl.config.base import HeaderName, Headers, HostName, Settings, VariableName, Variables
 
 STARTS_ENGINES = [
     "engine",
@@ -91,7 +91,7 @@ class InferenceConfig(Settings):
     """Seconds to wait for an engine: at the start, and whenever none is left. It may load a large
     model and compile; one whose process ends is noticed at once."""
 
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of the engines, beside those of the top-level ``env_vars``."""
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings, VariableName
+from prime_rl.config.base import PluginTable, Settings, VariableName, Variables
 from prime_rl.config.contract import FrozenModel, SamplingConfig
 from prime_rl.config.curriculum import (
     GateConfig,
@@ -134,7 +134,8 @@ class SourceConfig(Settings):
     """The verifiers harness (``id`` and its settings). None: the one the taskset brings, else
     the ``harness`` of ``[orchestrator.train]`` or ``[orchestrator.eval]``."""
     timeout: PositiveFloat | None = 600.0
-    """Seconds until a rollout counts as failed. None: no limit."""
+    """Seconds until a rollout counts as failed; those in which colocated engines sleep do not
+    count. None: no limit."""
     max_turns: PositiveInt | None = None
     """Turns after which a rollout is stopped. None: the taskset's limit."""
     on_overlong: Literal["truncate", "fail"] = "truncate"
@@ -452,7 +453,7 @@ class OrchestratorConfig(Settings):
     """Stop the run after this many batches of rollouts in a row without any to train on."""
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of the orchestrator and of environment workers, beside those of the
     top-level ``env_vars``."""
 

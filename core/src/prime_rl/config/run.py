@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import HostName, PluginTable, Settings, VariableName
+from prime_rl.config.base import HostName, PluginTable, Settings, VariableName, Variables
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.removed import without_removed
@@ -241,7 +241,7 @@ class RunConfig(ModelSource):
     """Steps to take: batches to train."""
     output_dir: str = "outputs"
     """Folder of the run directories."""
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of every process of the run; ``trainer.env_vars``,
     ``orchestrator.env_vars`` and ``inference.env_vars`` come before them. No secrets: this is
     written to the run directory (``deployment.pass_env`` passes those of the shell)."""

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import PluginTable, Settings, VariableName
+from prime_rl.config.base import PluginTable, Settings, Variables
 from prime_rl.errors import ConfigError
 
 
@@ -244,6 +244,12 @@ class TrainerConfig(PluginTable):
     ``seq_len``, may be this many times longer for the same memory. It divides the ranks and the
     model's attention heads; ranks of a row should be on one machine, as they exchange tokens in
     every layer."""
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Free the gathered weights of a block after its forward pass, and gather them again before its
+    backward pass, for each row. ``false``: they stay until the last row of the optimizer step; that
+    takes the whole model in ``dtype`` on each rank, and saves kernels and bytes between ranks.
+    ``auto``: ``false`` on a GPU where that is at most 1/16 of its memory. The results are the same.
+    One rank has gathered weights in ``bfloat16`` only."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
     rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,
@@ -266,7 +272,7 @@ class TrainerConfig(PluginTable):
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
     ends. A batch of several optimizer steps counts if none of them was finite."""
 
-    env_vars: dict[VariableName, str] = {}
+    env_vars: Variables = {}
     """Environment variables of the trainer, beside those of the top-level ``env_vars``."""
 
     @model_validator(mode="before")

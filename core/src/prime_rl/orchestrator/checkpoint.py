@@ -42,6 +42,7 @@ from prime_rl.registry.manager import installed_versions
 from prime_rl.rollout import Batch
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.checkpoints import PROGRESS, Checkpoint, checkpoints_dir, finished, unfinished
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import names_in, trainer_works
 
@@ -161,7 +162,12 @@ class Checkpointing(Observer):
         folder = checkpoints_dir(self.context.run_dir)
         while self._begun:
             step = self._begun[0]
-            names = names_in(folder)
+            try:
+                names = names_in(folder)
+            except OSError as error:
+                poll_failed(folder, error)
+                return
+            poll_succeeded(folder)
             if unfinished(self.context.run_dir, step).directory.name in names:
                 self._is_missing = False
                 return

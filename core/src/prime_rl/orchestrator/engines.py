@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from prime_rl.errors import RunError
 from prime_rl.inference.client import NoAnswer
 from prime_rl.inference.engine import EngineState, Replica
 from prime_rl.inference.fleet import Fleet
@@ -14,6 +15,7 @@ from prime_rl.orchestrator.context import Engines, RunContext
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.status import STARTING, EngineFacts, Facts
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.status import Status
 
 FOLLOW_SECONDS = 1.0
@@ -79,9 +81,15 @@ class EngineKeeper(Observer):
     async def _follow(self) -> None:
         """Engines join and leave as the launch facts say."""
         urls = self.context.launch.engine_urls
+        facts = self.context.run_dir / "configs" / "launch.json"
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
-            launch = Launch.read(self.context.run_dir)
+            try:
+                launch = Launch.read(self.context.run_dir)
+            except RunError as error:  # the last facts count until it can be read again
+                poll_failed(facts, error)
+                continue
+            poll_succeeded(facts)
             if launch.engine_urls != urls:
                 urls = launch.engine_urls
                 self.engines.fleet.follow(urls, launch.engine_names)
@@ -90,6 +98,9 @@ class EngineKeeper(Observer):
         """Earlier weights first: what is scored from now on sees them."""
         for engine in self.engines.earlier.values():
             await engine.follow(version)
+
+    def version_served(self, version: int) -> None:
+        self.engines.awake.go_on()
 
     async def batch_leaves(self, step: int) -> None:
         """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight
@@ -105,5 +116,6 @@ class EngineKeeper(Observer):
         # Observers finish their work on the present weights while the engines are awake.
         for observer in self._installed:
             await observer.version_pending(step)
+        self.engines.awake.stop()
         await self.engines.fleet.sleep()
         self.context.waited.add("time/sleep_engines", started)

@@ -25,6 +25,7 @@ from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.algorithm import Completion, ReferenceModel, Tokens
 from prime_rl.plugins.observer import Observer
 from prime_rl.rundir.checkpoints import link_or_copy
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.status import names_in
 from prime_rl.streams import FloatColumn, IntColumn
 
@@ -58,6 +59,8 @@ class PastPolicies(Observer):
         self._num_loads = 0
         self._claims = Counter[int]()
         """Who uses a version or waits for it: it is not removed."""
+        self._seen: tuple[int, ...] = (0,)
+        """``versions`` when they could last be read."""
 
         # A resumed run makes the versions after its checkpoint again.
         for version in self.versions:
@@ -69,10 +72,17 @@ class PastPolicies(Observer):
     @property
     def versions(self) -> tuple[int, ...]:
         """Version 0, and those that are kept, in order."""
-        names = [name for name in names_in(self._folder) if name.startswith("step_")]
+        try:
+            names = [name for name in names_in(self._folder) if name.startswith("step_")]
+        except OSError as error:
+            poll_failed(self._folder, error)
+            return self._seen
+        poll_succeeded(self._folder)
+
         numbers = [name.removeprefix("step_") for name in names]
         kept = sorted(int(number) for number in numbers if number.isdigit())
-        return (0, *kept)
+        self._seen = (0, *kept)
+        return self._seen
 
     def draw(self, version: int) -> int:
         """The version that a group meets which starts at ``version`` of the policy: each of the

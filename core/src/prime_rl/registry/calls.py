@@ -126,7 +126,7 @@ def _entry_of(module: str) -> EntryPoint | None:
 
     for group in (PROJECT, TRAINER_GROUP):
         for entry in entries(group):
-            if entry.module.partition(".")[0] == package:
+            if entry.value.partition(":")[0].partition(".")[0].strip() == package:
                 return entry
 
     return None

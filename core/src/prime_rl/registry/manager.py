@@ -26,6 +26,7 @@ from prime_rl.entries import (
     installed_entries,
     installed_groups,
     leaving_out,
+    load_entry,
 )
 from prime_rl.errors import PluginError, Terminated, text_of
 from prime_rl.plugins import hookspecs
@@ -105,7 +106,7 @@ class Hooks(pluggy.PluginManager):
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
 
             for entry in tracers:
-                entry.load()(self, registered, self.label)
+                load_entry(entry)(self, registered, self.label)
 
         return registered
 
@@ -341,8 +342,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     # The source is stored first, because errors of `register` name it.
     hooks.sources[entry.name] = source
     try:
-        plugin = entry.load()
-    except Terminated:
+        plugin = load_entry(entry)
+    except (Terminated, PluginError):
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(

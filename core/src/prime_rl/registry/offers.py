@@ -25,7 +25,7 @@ from prime_rl.config.orchestrator import (
 from prime_rl.config.removed import without_removed_settings
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
-from prime_rl.entries import entries
+from prime_rl.entries import entries, misspelt_groups
 from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated, text_of
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
@@ -425,6 +425,8 @@ def select(
             f"{guess}, if there is one)."
         )
 
+    # Its plugin may be here, in a group of entry points that nothing reads.
+    way_out = " ".join([way_out, *(f"{each}" for each in misspelt_groups())])
     raise ConfigError(
         f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). "
         f"{way_out}"

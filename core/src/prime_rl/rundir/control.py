@@ -31,7 +31,7 @@ from prime_rl.errors import RunError
 from prime_rl.plugins.status import SUPERVISOR, read_status
 from prime_rl.rundir.checkpoints import durable, would_repeat
 from prime_rl.rundir.rows import read_table
-from prime_rl.rundir.status import DONE, names_in, replace_text
+from prime_rl.rundir.status import DONE, names_seen, replace_text
 
 RECORD = f"status/{SUPERVISOR}.json"
 RUNNING = "running"
@@ -161,5 +161,5 @@ class Stop:
 
 
 async def stop_asked(run_dir: Path) -> None:
-    while STOP not in names_in(run_dir):
+    while STOP not in names_seen(run_dir):
         await asyncio.sleep(POLL_SECONDS)

@@ -10,7 +10,7 @@ import msgspec
 from prime_rl.errors import RunError
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.rows import read_table
-from prime_rl.rundir.status import names_in, replace_text
+from prime_rl.rundir.status import names_seen, replace_text
 
 PAST = "past"
 """The engine of earlier versions, among ``Launch.reference_urls``."""
@@ -122,5 +122,5 @@ PARENT_PID = "PRIME_RL_PARENT_PID"
 
 async def wait_for_model(path: Path, poll: float = 0.05) -> None:
     """Return when the model folder is complete."""
-    while READY not in names_in(path):
+    while READY not in names_seen(path):
         await asyncio.sleep(poll)

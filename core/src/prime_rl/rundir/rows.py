@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypedDict, cast, is_typeddict
 import msgspec
 
 from prime_rl.errors import RunError
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,8 @@ class Tail:
         self._inode = 0
 
     def new_lines(self) -> list[bytes]:
-        """Complete, non-empty lines written since the last call; none while there is no file."""
+        """Complete, non-empty lines written since the last call; none while there is no file, or
+        while it cannot be read."""
         try:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -195,6 +197,10 @@ class Tail:
                 data = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            poll_failed(self._path, error)
+            return []
 
+        poll_succeeded(self._path)
         self._offset += data.rfind(b"\n") + 1
         return [line for line in whole_lines(data) if line]

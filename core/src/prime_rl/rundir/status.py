@@ -14,6 +14,7 @@ from pathlib import Path
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import Facts, StatusReport, read_status
 from prime_rl.rundir.attempts import check_current
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.rows import Tail as Tail
 from prime_rl.rundir.rows import read_rows as read_rows
 
@@ -88,6 +89,17 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def names_seen(folder: Path) -> list[str]:
+    """``names_in`` for a poll: none while the folder cannot be read."""
+    try:
+        names = names_in(folder)
+    except OSError as error:
+        poll_failed(folder, error)
+        return []
+    poll_succeeded(folder)
+    return names
 
 
 def last_beat(path: Path) -> int | None:

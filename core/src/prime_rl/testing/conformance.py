@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from prime_rl.entries import entries
+from prime_rl.entries import entries, load_entry
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.algorithm import Algorithm, Host
 from prime_rl.testing.host import conformance_host
@@ -89,7 +89,7 @@ Check: TypeAlias = Callable[[Any], None]
 def installed_suite() -> Any:
     """Its ``CHECKS`` by name, and its ``conformance``. Raises ``ConfigError`` if there is none."""
     for entry in entries("prime_rl.checks", name="algorithm"):
-        return entry.load()
+        return load_entry(entry)
     raise ConfigError(
         "the conformance checks of algorithms are not installed. pip install prime-rl, which "
         "brings them."
@@ -118,7 +118,7 @@ def prove(algorithm: Algorithm, **options: Any) -> Any:
     """The exact expected update of an algorithm: a ``Proof``. ``options`` as those of the command
     ``plugins prove``, which prime-rl-devkit brings. Raises ``ConfigError`` without it."""
     for entry in entries("prime_rl.checks", name="prove"):
-        return entry.load()(algorithm, **options)
+        return load_entry(entry)(algorithm, **options)
     raise ConfigError("the estimator lab is not installed. pip install 'prime-rl-devkit[lab]'")
 
 

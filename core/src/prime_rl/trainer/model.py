@@ -23,7 +23,7 @@ from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.loss import Head
 from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
-from prime_rl.rundir.status import Status, names_in
+from prime_rl.rundir.status import Status, names_seen
 from prime_rl.trainer import context, expert_ranks, parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.expert_balance import (
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 WORTH_COMPILING = 100_000_000
 """Weights. A smaller model's steps are too short to make up for the minutes of its compiler."""
+GATHERED_SHARE = 1 / 16
+"""Of a GPU's memory, for weights that stay gathered. Weights in float32, gradients and moments of
+such a model take half of the memory at most."""
 
 
 class Policy(nn.Module):
@@ -81,6 +84,8 @@ class Policy(nn.Module):
         self.packing = self.packings(model.device)[0]
         self.resident_experts: list[nn.Module] = []
         """Modules of experts to which tokens travel (``trainer.expert_parallel``)."""
+        self.keeps_gathered = False
+        """Weights stay gathered during a step (``trainer.reshard_after_forward``)."""
 
         is_observed = config.router_replay or config.watches_experts
         self.mixtures = observe_routers(model) if is_observed else []
@@ -224,6 +229,9 @@ def make_policy(
     policy.resident_experts = experts
     # Also on one rank in bfloat16: FSDP rounds a block's weights while the block runs.
     if parallel.several_ranks() or half:
+        policy.keeps_gathered = keeps_gathered(
+            config, gathered_bytes(policy, half), memory=_memory(device)
+        )
         parallel.shard(
             policy,
             set(model._no_split_modules or ()),
@@ -235,6 +243,7 @@ def make_policy(
             tuned=hasattr(model, "prime_rl_tuning"),
             experts=experts,
             reduces_in=summed_in,
+            keeps_gathered=policy.keeps_gathered,
         )
         if experts:
             mesh = cast(DTensor, policy.resident[0]).device_mesh
@@ -243,6 +252,25 @@ def make_policy(
         register_fsdp_forward_method(policy, "plain_logprobs")
 
     return policy.to(home or device)
+
+
+def gathered_bytes(model: nn.Module, half: bool) -> int:
+    """Bytes of all weights of a model as a block computes with them."""
+    return sum(weight.numel() for weight in model.parameters()) * (2 if half else 4)
+
+
+def keeps_gathered(config: TrainerConfig, num_bytes: int, memory: float) -> bool:
+    """Whether so many bytes of weights stay gathered between the passes of a step. ``memory``:
+    bytes of the GPU; 0: there is none."""
+    if config.reshard_after_forward != "auto":
+        return not config.reshard_after_forward
+    return num_bytes <= GATHERED_SHARE * memory
+
+
+def _memory(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def resident_experts(
@@ -303,7 +331,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
         # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
-        while made.name not in names_in(made.parent):
+        while made.name not in names_seen(made.parent):
             time.sleep(POLL_SECONDS)
 
     if not path.is_dir():

@@ -305,6 +305,7 @@ def shard(
     tuned: bool = False,
     experts: Sequence[nn.Module] = (),
     reduces_in: torch.dtype = torch.float32,
+    keeps_gathered: bool = False,
 ) -> None:
     """Leave each rank its part of ``root``: one unit per module of a class named in ``blocks``, one
     for the rest. ``home``: where it lies until it is moved to ``device``. Values are copied there
@@ -314,7 +315,7 @@ def shard(
     published, so it is kept in bfloat16 as well. ``experts``: modules whose weights have equally
     many rows per expert, one expert after the other, and are not gathered with their block.
     ``reduces_in``: ranks sum gradients in this type, those of ``exact`` in float32, without the
-    units within.
+    units within. ``keeps_gathered``: a unit's weights stay gathered after its forward pass.
 
     Raises ``ConfigError`` if nothing is a block.
     """
@@ -342,17 +343,23 @@ def shard(
         _set_parameter(where, value.detach().to("meta"), like=value)
 
     resident = {weight for module in experts for weight in module.parameters()}
-    ignored: dict[str, Any] = {"ignored_params": resident} if resident else {}
+    options: dict[str, Any] = {"ignored_params": resident} if resident else {}
+    if keeps_gathered:
+        options["reshard_after_forward"] = False
 
     for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=torch.float32 if module in exact else reduces_in,
+            # Else FSDP would round the row that the policy gets, with temperatures in it. And it
+            # would copy the row's layout for each block, so that nothing could be cached there.
+            cast_forward_inputs=False,
         )
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, **ignored)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, **options)
         # Sums and not means: the loss has its global counts already (deviation 1).
-        sharded.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # FSDP divides by 1 too, into another tensor
+            sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
     while places:
@@ -422,15 +429,19 @@ def first_row(tensor: Tensor) -> int:
     return place
 
 
-def begin_backward(root: nn.Module, last: bool) -> None:
-    """Before a micro batch's backward pass: replicas sum their gradients after the ``last``."""
+def begin_backward(root: nn.Module, last: bool, keeps_gathered: bool = False) -> None:
+    """Before a micro batch's backward pass: replicas sum their gradients after the ``last``.
+    ``keeps_gathered``: weights stay gathered until then."""
     if isinstance(root, FSDPModule):
         root.set_requires_all_reduce(last)
         # FSDP waits for pending reductions only after the last backward pass.
         root.set_is_last_backward(last)
+        if keeps_gathered:
+            root.set_reshard_after_backward(last)
 
 
 def reshard(root: nn.Module) -> None:
     """After a forward pass without a backward pass: drop the gathered weights."""
-    if isinstance(root, FSDPModule):
-        root.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -31,7 +31,7 @@ from prime_rl.plugins.status import Facts
 from prime_rl.plugins.weight_transports import Header, WeightSender
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
-from prime_rl.rundir.status import Status, names_in
+from prime_rl.rundir.status import Status, names_seen
 from prime_rl.trainer import parallel
 from prime_rl.trainer.file_writer import FileWriter
 from prime_rl.trainer.published import (
@@ -205,7 +205,7 @@ class Broadcaster:
         return self._files_wanted()
 
     def _files_wanted(self) -> bool:
-        return FILES_WANTED in names_in(self._publisher.directory)
+        return FILES_WANTED in names_seen(self._publisher.directory)
 
     def _mark(self) -> None:
         directory = self._publisher.path(self._version)

@@ -302,7 +302,11 @@ class BatchUpdate:
                 computed=computed,
             )
             # Gradients add up on each rank. Only after the last row do the ranks exchange them.
-            parallel.begin_backward(trainer.policy, last=number == numbers[-1])
+            parallel.begin_backward(
+                trainer.policy,
+                last=number == numbers[-1],
+                keeps_gathered=trainer.policy.keeps_gathered,
+            )
             torch.autograd.backward(loss.loss * context.share_of_loss())
 
             logprobs = logprobs.detach()

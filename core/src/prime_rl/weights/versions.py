@@ -11,7 +11,8 @@ from pathlib import Path
 
 from prime_rl.errors import EngineError
 from prime_rl.plugins.weight_transports import Weights as Weights
-from prime_rl.rundir.status import names_in
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
+from prime_rl.rundir.status import names_in, names_seen
 
 STABLE = "STABLE"
 """Marker file of a version that is announced: as files, or waiting in the trainer's memory."""
@@ -31,10 +32,10 @@ POLL_SECONDS = 0.02
 
 def newest_version(broadcasts: Path) -> int | None:
     """The highest announced version; None if there is none. Other names are ignored."""
-    names = names_in(broadcasts)
+    names = names_seen(broadcasts)
     versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
     versions.sort(reverse=True)
-    return next((v for v in versions if STABLE in names_in(broadcasts / f"step_{v}")), None)
+    return next((v for v in versions if STABLE in names_seen(broadcasts / f"step_{v}")), None)
 
 
 def has_files(directory: Path) -> bool:
@@ -43,8 +44,15 @@ def has_files(directory: Path) -> bool:
 
 
 def only_in_memory(directory: Path) -> bool:
-    """Whether a version waits in the trainer's memory. Its files may be written later."""
-    return MEMORY in names_in(directory) and not has_files(directory)
+    """Whether a version waits in the trainer's memory, or may: the folder cannot be read now. Its
+    files may be written later."""
+    try:
+        in_memory = MEMORY in names_in(directory) and not has_files(directory)
+    except OSError as error:
+        poll_failed(directory, error)
+        return True  # otherwise engines would be asked to read files that are not there
+    poll_succeeded(directory)
+    return in_memory
 
 
 def want_files(broadcasts: Path) -> None:
@@ -62,11 +70,11 @@ async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf
     while only_in_memory(wanted().directory):
         weights = wanted()
         following = weights.directory.with_name(f"step_{weights.version + 1}")
-        if STABLE in names_in(following):
+        if STABLE in names_seen(following):
             raise EngineError(f"version {weights.version} was never written: the next is there")
 
         # Once the next version has begun, the trainer would write that one instead.
-        if following.name not in names_in(following.parent):
+        if following.name not in names_seen(following.parent):
             want_files(weights.directory.parent)
 
         if time.monotonic() > deadline:

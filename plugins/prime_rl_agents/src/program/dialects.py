@@ -80,7 +80,7 @@ class PolicyResponses(ResponsesReplies, OfPolicy, ResponsesDialect):
     def apply_overrides(self, body: Wire, model: str, sampling: Any) -> Wire:
         earlier = body.get("previous_response_id")
         if earlier is not None:
-            known = self.policy.conversations.get(earlier, ())
+            known = self.policy.conversations.items(earlier)
             body = body | {"input": [*known, *items_of(body.get("input"))]}
         return super().apply_overrides(body, model, sampling)
 

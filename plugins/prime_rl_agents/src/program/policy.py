@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from in_process.client import FastTrainClient
@@ -17,6 +18,51 @@ from program.seam import ChatDialect, Client, Response, message_to_wire, tool_to
 CHAT = ChatDialect()
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Said:
+    """One item of a conversation, and those before it."""
+
+    item: Wire
+    before: Said | None
+
+
+class Conversations:
+    """Conversations of the Responses API in one rollout, by the id of the reply that ends each.
+
+    Most clients send the whole conversation with each request. What two conversations begin with
+    is kept once.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, Said | None] = {}
+        self._after: dict[Said | None, list[Said]] = {}
+        """What has followed each item; None: what conversations have begun with."""
+
+    def add(self, reply_id: str, items: Iterable[Wire]) -> None:
+        """``items``: the conversation, the reply included."""
+        end = None
+        for item in items:
+            known = self._after.setdefault(end, [])
+            same = next((said for said in known if said.item == item), None)
+            if same is None:
+                same = Said(item, end)
+                known.append(same)
+            end = same
+        self._ends[reply_id] = end
+
+    def __contains__(self, reply_id: str) -> bool:
+        return reply_id in self._ends
+
+    def items(self, reply_id: str) -> list[Wire]:
+        """The conversation that the reply ends. Empty if there is no such reply."""
+        items = []
+        said = self._ends.get(reply_id)
+        while said is not None:
+            items.append(said.item)
+            said = said.before
+        return items[::-1]
+
+
 class PolicyClient(Client):
     """One per rollout. ``inner`` renders, asks the engine and is shared by all rollouts."""
 
@@ -27,8 +73,7 @@ class PolicyClient(Client):
         self.numbers = itertools.count()
         self.ignored: set[str] = set()
         """Settings of requests that had no effect."""
-        self.conversations: dict[str, list[Wire]] = {}
-        """Conversations of the Responses API, by the id of the reply that ends each."""
+        self.conversations = Conversations()
         self._spans: list[tuple[Any, list[Span]]] = []
 
     async def get_response(
@@ -56,7 +101,7 @@ class PolicyClient(Client):
             response.raw = dialect.write(response)
         if isinstance(dialect, PolicyResponses):
             asked = items_of(body.get("input"))
-            self.conversations[response.raw["id"]] = [*asked, *response.raw["output"]]
+            self.conversations.add(response.raw["id"], [*asked, *response.raw["output"]])
         return response
 
     async def relay_aux(

@@ -17,7 +17,8 @@ import msgspec
 from prime_rl import Header as Header
 from prime_rl import TensorInfo as TensorInfo
 from prime_rl import WeightsError
-from prime_rl.rundir.status import names_in, replace_text
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
+from prime_rl.rundir.status import names_seen, replace_text
 from prime_rl.weights.versions import MEETING
 
 Backend = Literal["gloo", "nccl", "ipc"]
@@ -113,9 +114,15 @@ def decline(directory: Path) -> bool:
 
 def opened(directory: Path) -> BroadcastGroup | None:
     """As the trainer: the group that ``open`` wrote, or None."""
-    if MEETING not in names_in(directory):
+    if MEETING not in names_seen(directory):
         return None
-    return msgspec.json.decode((directory / MEETING).read_bytes(), type=BroadcastGroup | None)
+    try:
+        meeting = (directory / MEETING).read_bytes()
+    except OSError as error:  # the trainer looks again
+        poll_failed(directory / MEETING, error)
+        return None
+    poll_succeeded(directory / MEETING)
+    return msgspec.json.decode(meeting, type=BroadcastGroup | None)
 
 
 def _claim(path: Path, content: bytes) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.entries import DISABLE
+from prime_rl.entries import DISABLE, group_meant
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.registry.components import installed_losses
@@ -156,7 +156,7 @@ def _losses_that_load(limit: float) -> Iterator[list[Plugin]]:
     broken = {
         p.entry.name if named[p.entry.group, p.entry.name] == 1 else p.source.distribution
         for p in plugins
-        if p.error is not None
+        if p.error is not None and p.entry.group in GROUPS  # of a misspelt one nothing is loaded
     }
     before = os.environ.get(DISABLE, "")
     os.environ[DISABLE] = ",".join(filter(None, (before, *sorted(broken))))
@@ -179,6 +179,13 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
         raise ConfigError(f"{path}: {error}") from error
 
     points = project.get("entry-points", {})
+    for group in points:
+        meant = group_meant(group)
+        if meant is not None:
+            raise ConfigError(
+                f"{path}: nothing reads the group of entry points {group!r}; did you mean "
+                f"{meant!r}?"
+            )
     groups = {group: points[group] for group in GROUPS if points.get(group)}
     if not groups:
         raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from prime_rl.entries import entries, installed_entries
+from prime_rl.entries import entries, fault_of_form, installed_entries, misspelt_groups
 from prime_rl.registry.manager import GROUPS, core_misfit
 
 KNOWN = "prime_rl.known"
@@ -27,7 +27,8 @@ class Distribution:
     offers: dict[str, list[str]] = field(default_factory=dict)
     """Names by kind, as an index declares them; empty without a declaration."""
     error: str | None = None
-    """Why it cannot work: it requires another version of core, or its plugin's name is taken."""
+    """Why it cannot work: it requires another version of core, its plugin's name is taken, or a
+    group of its entry points is misspelt."""
 
 
 def distributions() -> list[Distribution]:
@@ -44,12 +45,20 @@ def distributions() -> list[Distribution]:
             if entry.name not in distribution.plugins:
                 distribution.plugins.append(entry.name)
 
+            distribution.error = distribution.error or fault_of_form(entry)
             other = first.setdefault(entry.name, distribution)
             if other is not distribution:
                 distribution.error = (
                     f"{other.name} brings a plugin {entry.name!r} too. Uninstall one, or list "
                     f"{distribution.name!r} under plugins.disabled."
                 )
+
+    for misspelt in misspelt_groups():
+        entry = misspelt.entries[0]
+        place = getattr(entry.dist, "_path", entry.dist)
+        if place not in by_place:
+            by_place[place] = _read(entry)
+        by_place[place].error = str(misspelt)
 
     rows = sorted(by_place.values(), key=lambda each: each.name)
     by_package = {each.name.replace("-", "_"): each for each in rows}

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from prime_rl import Loss
-from prime_rl.entries import entries
+from prime_rl.entries import entries, misspelt_groups
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.registry.checks import marked_hooks
 from prime_rl.registry.components import Component
@@ -92,7 +92,8 @@ def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
 
 
 def installed(limit: float = SECONDS) -> Iterator[Plugin]:
-    """Every plugin of both entry-point groups, broken ones included."""
+    """Every plugin of both entry-point groups, broken ones and those of a misspelt group
+    included."""
     disabled_names()  # an unknown name is an error
     for group in GROUPS:
         taken: dict[tuple[str, str], Origin] = {}
@@ -107,6 +108,10 @@ def installed(limit: float = SECONDS) -> Iterator[Plugin]:
                         f"or list {plugin.source.distribution!r} under plugins.disabled."
                     )
             yield plugin
+
+    for misspelt in misspelt_groups():
+        for entry in misspelt.entries:
+            yield Plugin(entry, source_of(entry), Hooks(), error=str(misspelt))
 
 
 def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[Any]]]]:

@@ -30,7 +30,7 @@ def print_distributions(rows: Sequence[Distribution]) -> None:
             row.name,
             row.version,
             "\n".join(row.plugins),
-            Text(f"broken: {row.error}", "red") if row.error else offers,
+            Text(f"broken: {row.error}", "red", overflow="fold") if row.error else offers,
         )
 
     console = Console()
@@ -56,7 +56,7 @@ def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
             row["distribution"],
             row["version"],
             str(row["contract"]),
-            Text(f"broken: {row['error']}", "red") if row["error"] else offers,
+            Text(f"broken: {row['error']}", "red", overflow="fold") if row["error"] else offers,
         )
 
     Console().print(table)

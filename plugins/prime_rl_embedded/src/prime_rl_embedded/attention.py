@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 
 from prime_rl_embedded.decoding import RowRun, attend_run, row_runs
 from prime_rl_embedded.kv import KVCache
+from prime_rl_kernels.device import to_device
 
 ATTENTION_NAME = "prime_rl_slots"
 _UNSUPPORTED = ("softcap", "s_aux")
@@ -59,7 +61,6 @@ class BatchPlan:
     attended: set[nn.Module] = field(default_factory=set)
     """transformers modules that attended with this plan."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    _write_indices: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -85,7 +86,7 @@ class BatchPlan:
             positions += range(start, end)
 
         cache.reserve(num_decode + len(prompt_lengths), max(longest, *prompt_lengths, 0))
-        row_ids, position_ids = torch.tensor([rows, positions], device=device)
+        row_ids, position_ids = to_device(np.array([rows, positions]), np.int64, device)
         return cls(
             cache=cache,
             num_decode=num_decode,
@@ -98,7 +99,8 @@ class BatchPlan:
     @classmethod
     def uncached(cls, prompt_lengths: Sequence[int], device: torch.device) -> BatchPlan:
         """Prompts that are only scored: they take no row and store nothing."""
-        positions = torch.cat([torch.arange(n, device=device) for n in prompt_lengths])
+        places = np.concatenate([np.arange(length) for length in prompt_lengths])
+        positions = to_device(places, np.int64, device)
         return cls(
             cache=None,
             num_decode=0,
@@ -114,13 +116,8 @@ class BatchPlan:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, E] to the cache, if there is one."""
-        if self.cache is None:
-            return
-        heads = key.shape[1]
-        if heads not in self._write_indices:
-            index = self.cache.write_index(self.rows, self.positions, heads)
-            self._write_indices[heads] = index
-        self.cache.write(layer, self._write_indices[heads], key, value)
+        if self.cache is not None:
+            self.cache.write(layer, self.rows, self.positions, keys=key, values=value)
 
     def stored(
         self, layer: int, rows: slice, length: int, widths: tuple[int, int]

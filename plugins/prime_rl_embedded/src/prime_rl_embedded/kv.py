@@ -105,21 +105,18 @@ class KVCache:
             new_slots = min(2 * new_slots, self.max_slots)
         return new_slots, new_length
 
-    def write_index(self, rows: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-        """[N * G]: indices of the tokens' keys in ``layer[0].view(-1, D)``. Rows, positions: [N].
-        The same indices address the values in ``layer[1]``."""
-        heads = rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)
-        return (heads * self.capacity + positions[:, None]).view(-1)
-
-    def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store N tokens. Keys, values: ``[N, G, D or less]``; index from ``write_index``."""
+    def write(
+        self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Store N tokens. Rows, positions: [N]; keys, values: ``[N, G, D or less]``."""
         sizes = keys.shape[-1], values.shape[-1]
         if layer not in self.layers:
             self.layers[layer] = self._empty(keys.shape[1], max(sizes))
         for kept, new, size in zip(self.layers[layer], (keys, values), sizes, strict=True):
             width = kept.shape[-1]
             padded = new if size == width else F.pad(new, (0, width - size))
-            kept.view(-1, width).index_copy_(0, index, padded.reshape(-1, width))
+            # One kernel, where an index of each head would need a copy of the heads besides.
+            kept.transpose(1, 2).index_put_((rows, positions), padded)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of row ``source`` to row ``target``."""

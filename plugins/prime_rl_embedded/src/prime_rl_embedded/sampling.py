@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prime_rl_embedded.requests import Request, SamplingParams, TokenScore
+from prime_rl_kernels.device import to_device
 
 _UNIFORM_BITS = 32
 _UNIFORM_RANGE = float(1 << _UNIFORM_BITS)
@@ -47,7 +48,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
     tokens = _draw(probs, [_uniform(request.rng) for request in requests])
     is_greedy = [each.greedy for each in params]
     if any(is_greedy):
-        greedy = torch.tensor(is_greedy, device=logits.device)
+        greedy = to_device(np.array(is_greedy), np.bool_, logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
 
     chosen = probs.gather(-1, tokens[:, None])[:, 0].log_()
@@ -67,7 +68,7 @@ def _sampling_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor
     """Logits [R, V] of the sampling distributions."""
     if any(p.temperature != 1.0 for p in params):
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
-        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+        logits = logits / to_device(np.array(temperatures), np.float32, logits.device)[:, None]
 
     truncated = [row for row, each in enumerate(params) if each.truncated]
     if not truncated:
@@ -75,7 +76,7 @@ def _sampling_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor
     if len(truncated) == len(params):
         return _truncate(logits, params)
 
-    rows = torch.tensor(truncated, device=logits.device)
+    rows = to_device(np.array(truncated), np.int64, logits.device)
     shorter = _truncate(logits[rows], [params[row] for row in truncated])
     return logits.index_copy(0, rows, shorter)
 
@@ -88,9 +89,9 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     device = logits.device
     size = logits.shape[-1]
     ordered = _descending(logits)
-    top_k = torch.tensor([p.top_k or size for p in params], device=device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+    top_k = to_device(np.array([p.top_k or size for p in params]), np.int64, device)[:, None]
+    min_p = to_device(np.array([p.min_p for p in params]), np.float32, device)[:, None]
+    top_p = to_device(np.array([p.top_p for p in params]), np.float32, device)[:, None]
 
     dropped = torch.arange(size, device=device) >= top_k
     # min-p drops p < min_p * p_max; here in log space. min_p = 0 gives -inf, which drops nothing.
@@ -116,7 +117,7 @@ def _draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     cumulated.
     """
     size = probs.shape[-1]
-    shares = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)[:, None]
+    shares = to_device(np.array(uniforms), np.float64, probs.device)[:, None]
     if size < _LARGE_VOCABULARY:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), shares)[:, 0]
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from prime_rl_embedded.attention import BatchPlan
@@ -39,6 +39,7 @@ from prime_rl_embedded.sampling import sample
 from prime_rl_embedded.scoring import is_scored, score_prompts
 from prime_rl_embedded.sleep import Offloaded, release_cached
 from prime_rl_engine_kit.routes import narrowed
+from prime_rl_kernels.device import to_device
 from prime_rl_kernels.routes import Recorder, choosing
 
 log = logging.getLogger(__name__)
@@ -286,13 +287,14 @@ class Scheduler:
         self.stats.shared_tokens += sum(starts)
         computed = (length - start for length, start in zip(lengths, starts, strict=True))
         rows = [*range(len(decoding)), *(len(decoding) + end - 1 for end in accumulate(computed))]
-        keep = torch.tensor(rows, device=device) if leaders else None
+        keep = to_device(np.array(rows), np.int64, device) if leaders else None
+        tokens = to_device(np.array(ids), np.int64, device)
         if not self.model.mixtures:
-            return self.model.forward(torch.tensor(ids, device=device), plan, keep)
+            return self.model.forward(tokens, plan, keep)
 
         recorder = Recorder(self.model.mixtures)
         with choosing(recorder):
-            logits = self.model.forward(torch.tensor(ids, device=device), plan, keep)
+            logits = self.model.forward(tokens, plan, keep)
         self.cache.write_routes(plan.rows, plan.positions, recorder.routes)
         return logits
 

@@ -15,13 +15,14 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, chain
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.requests import Request, TokenScore
 from prime_rl_embedded.sampling import score_tokens
+from prime_rl_kernels.device import to_device
 
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 """Logits computed at a time: on CPU what fits its caches, on CUDA enough to fill the device."""
@@ -35,7 +36,8 @@ def score_prompts(model: ServedModel, requests: Sequence[Request], *, share: boo
     by_prompt = _by_prompt(requests) if share else {i: [r] for i, r in enumerate(requests)}
     groups = sorted(by_prompt.values(), key=lambda group: len(group[0].prompt))
     prompts = [group[0].prompt for group in groups]
-    ids = torch.tensor(list(chain.from_iterable(prompts)), device=model.device)
+    flat = np.array(list(chain.from_iterable(prompts)))
+    ids = to_device(flat, np.int64, model.device)
     states = model.forward.states(
         ids, BatchPlan.uncached(list(map(len, prompts)), model.device), None
     )

@@ -30,6 +30,7 @@ from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.directory import read_config
 from prime_rl.rundir.launch import ADMIN_KEY, ENV_SERVER_KEY
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.rows import read_table
 from prime_rl.rundir.status import replace_text
 
@@ -206,7 +207,27 @@ def _finders(files: Sequence[Path], number: int) -> Iterator[Find]:
     """Worker n is with server n % servers."""
     for worker in range(number):
         index, server = divmod(worker, len(files))
-        yield lambda file=files[server], index=index: _read(file, index)  # type: ignore[misc]
+        yield _Finder(files[server], index)
+
+
+class _Finder:
+    """The address of one worker of a server: the last one while the file cannot be read."""
+
+    def __init__(self, file: Path, index: int) -> None:
+        self._file = file
+        self._index = index
+        self._last: str | None = None
+
+    def __call__(self) -> str | None:
+        try:
+            self._last = _read(self._file, self._index)
+        except RunError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            poll_failed(self._file, error)
+        else:
+            poll_succeeded(self._file)
+        return self._last
 
 
 def _read(file: Path, index: int) -> str | None:

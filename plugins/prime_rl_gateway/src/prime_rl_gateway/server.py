@@ -106,6 +106,8 @@ class Server:
         self._making = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._is_closing = False
+        self.is_ready = False
+        """Whether the sessions of an earlier process are there."""
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -150,6 +152,9 @@ class Server:
         try:
             if self._is_closing:
                 raise Refused(503, "the gateway is ending. Try again later.", retry=True)
+            if not self.is_ready:
+                text = "the gateway is reading the sessions of an earlier process"
+                raise Refused(503, f"{text}. Try again later.", retry=True)
             return await handler(request)
         except Refused as refusal:
             headers = {"Retry-After": str(self._retry_after)} if refusal.retry else {}

@@ -35,7 +35,7 @@ from prime_rl import (
 )
 from prime_rl_gateway.book import ENDED, SETTLED, Book, Quota, Session, State
 from prime_rl_gateway.settings import DEFAULT_TENANT, GatewayConfig, Tenant
-from prime_rl_gateway.store import Address, Record, Store
+from prime_rl_gateway.store import Address, Record, Store, log_lost
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Gateway(Source):
         self.server: Any = None
 
     async def setup(self, host: Host) -> None:
-        """Read the sessions of an earlier process, and listen. Raises ``ConfigError``."""
+        """Listen, and read the sessions of an earlier process. Raises ``ConfigError``."""
         other = next((each for each in _serving if each is not self), None)
         if other is not None:
             raise ConfigError(
@@ -125,8 +125,11 @@ class Gateway(Source):
             retry_after=self.config.retry_after,
             clock=lambda: self._clock(),
         )
+        # Clients whose connection is refused give up sooner than those that are told to wait.
+        await self._listen()
         await self._restore()
-        await self._listen(keys)
+        self.server.is_ready = True
+        await self._publish_address(keys)
         _serving.add(self)
         self._looks = asyncio.create_task(self._look())
 
@@ -175,28 +178,34 @@ class Gateway(Source):
         )
 
     async def _restore(self) -> None:
-        """Sessions go on where an earlier process has left them."""
+        """Sessions go on where an earlier process has left them. Only those that are open are read
+        whole, one after the other."""
         restored = Counter[str]()
-        records = await asyncio.to_thread(lambda: [*self._store.read_all()])
-        times = [max(each.place.touched_at, each.place.rewarded_at) for each in records]
-        if times:
-            self._began = max(times) - time.monotonic()
-        for record in records:
-            session = record.place.session()
+        places = await asyncio.to_thread(self._store.places)
+        times = [max(place.touched_at, place.rewarded_at) for place in places]
+        ended_at = max(times, default=self._clock())
+        for place in places:
+            session = place.session()
             if session.tenant not in self.book.quotas:
                 restored["of tenants that are gone"] += 1
-                if self._clock() - session.touched_at > self.config.session_timeout:
+                if ended_at - session.touched_at > self.config.session_timeout:
                     self._superfluous.append(session.id)
                 continue
+            if session.is_open:
+                try:
+                    record = await asyncio.to_thread(self._store.read, session.id)
+                except (OSError, ValueError) as error:
+                    log_lost(session.id, error)
+                    continue
+                self.server.restore(session, record)
             restored[session.state] += 1
             self.book.restore(session)
-            if session.is_open:
-                self.server.restore(session, record)
+        self._began = ended_at - time.monotonic()
         if restored:
             counts = ", ".join(f"{number} {state}" for state, number in restored.items())
             log.info("sessions of an earlier process: %s", counts)
 
-    async def _listen(self, keys: Mapping[str, str]) -> None:
+    async def _listen(self) -> None:
         before = self._store.address()
         port = self.config.port or (0 if before is None else before.port)
         try:
@@ -208,6 +217,7 @@ class Gateway(Source):
                 "another algo.sampling.source.port, or 0 for a free one in a new run."
             ) from error
 
+    async def _publish_address(self, keys: Mapping[str, str]) -> None:
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         address = Address(
             env=self._host.env,

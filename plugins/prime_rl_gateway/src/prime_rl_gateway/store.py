@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,9 @@ import msgspec
 from prime_rl_gateway.book import Session, State
 
 log = logging.getLogger(__name__)
+
+BLOCK = 4096
+"""Bytes of a file's end to read first. The last line of a closed session has less."""
 
 
 class Place(msgspec.Struct):
@@ -173,21 +175,48 @@ class Store:
             self._path(session_id).unlink(missing_ok=True)
         flush_folder(self._sessions)
 
-    def read_all(self) -> Iterator[Record]:
-        """Every session, in the order in which they were opened. A file that cannot be read is left
-        out with a warning, and one that was never complete is deleted."""
-        records = []
+    def places(self) -> list[Place]:
+        """The place of every session, in the order in which they were opened. Reads the last line
+        of each file: a session of many turns has megabytes. A file that cannot be read is left out
+        with a warning, and one that was never complete is deleted."""
+        places = []
         for path in sorted(self._sessions.glob("*.jsonl")):
             try:
-                records.append(self.read(path.stem))
+                line = json.loads(last_line(path))
+                places.append(msgspec.convert(line, Line, str_keys=True).place)
             except EOFError:
                 path.unlink()
             except (OSError, ValueError) as error:
-                log.warning("%s cannot be read, its session is lost: %s", path, error)
-        yield from sorted(records, key=lambda record: record.place.number)
+                log_lost(path.stem, error)
+        return sorted(places, key=lambda place: place.number)
 
     def _path(self, session_id: str) -> Path:
         return self._sessions / f"{session_id}.jsonl"
+
+
+def log_lost(session_id: str, error: Exception) -> None:
+    """Say that a session's file cannot be read."""
+    log.warning("the file of session %s cannot be read, its session is lost: %s", session_id, error)
+
+
+def last_line(path: Path) -> bytes:
+    """The last whole line of a file, without what stands behind it. Raises ``OSError``, and
+    ``EOFError`` if there is none."""
+    end = b""
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        while True:
+            # A line has two ends: its own, and that of the line before it.
+            whole = end[: end.rfind(b"\n") + 1]
+            before = whole.rfind(b"\n", 0, -1)
+            if before >= 0 or not start:
+                break
+            size = min(start, max(BLOCK, len(end)))
+            start = file.seek(start - size)
+            end = file.read(size) + end
+    if not whole:
+        raise EOFError("it has no whole line")
+    return whole[before + 1 :]
 
 
 def read_address(path: Path) -> Address | None:

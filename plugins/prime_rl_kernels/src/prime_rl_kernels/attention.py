@@ -273,14 +273,14 @@ def _by_document(inputs: Inputs) -> Tensor:
         *((run.num, run.num_queries, run.num_keys) for run in continued),
     ]
     sizes = [num * num_queries for num, num_queries, _ in shapes]
-    queries = query[0].split_with_sizes(sizes, 1)
-    keys = list(key[0].split_with_sizes(sizes, 1))
-    values = list(value[0].split_with_sizes(sizes, 1))
+    queries = query.squeeze(0).split_with_sizes(sizes, 1)
+    keys = list(key.squeeze(0).split_with_sizes(sizes, 1))
+    values = list(value.squeeze(0).split_with_sizes(sizes, 1))
     if continued:  # keys of the shared prefix and the continuation, side by side
         num_alone = len(documents.runs)
         num_read = [run.num * run.num_keys for run in continued]
         for parts, column in ((keys, key), (values, value)):
-            read = column[0].index_select(1, documents.continued_keys)
+            read = column.squeeze(0).index_select(1, documents.continued_keys)
             parts[num_alone:] = read.split_with_sizes(num_read, 1)
 
     outputs = []
@@ -381,7 +381,8 @@ def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
         # keys: zeros behind them become zeros of the output. Other models are not copied for it.
         value = nn.functional.pad(value, (0, missing))
     columns = (inputs.query, inputs.key, value)
-    q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
+    # The gradient of `squeeze` is a view; that of `column[0]` would be a copy in another layout.
+    q, k, v = (column.squeeze(0).transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
     offsets = inputs.documents.offsets
     longest = inputs.documents.longest
     # Before torch 2.12 the function has no such parameter and takes grouped heads as they are.

@@ -79,7 +79,7 @@ class WholeRow(Packing):
                 documents=row.documents,
                 **self.boundaries(row.documents),
             )
-        return context.gather_parts(states[0])
+        return context.gather_parts(states.squeeze(0))
 
     def boundaries(self, documents: Documents) -> dict[str, Tensor]:
         """For kernels of recurrent and convolution layers, which need all tokens of a document."""

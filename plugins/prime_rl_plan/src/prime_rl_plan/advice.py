@@ -19,6 +19,8 @@ Change = tuple[str, str]
 def trainer_changes(plan: Plan) -> Iterator[Change]:
     """Cheapest first; they add up."""
     config = plan.config
+    if plan.measured["keeps_gathered"]:
+        yield "trainer.reshard_after_forward", "true"
     if not config.trainer.activation_checkpointing:
         yield "trainer.activation_checkpointing", "1"
     if config.row_tokens > config.seq_len:

@@ -19,7 +19,8 @@ INPUTS_ON_HOST = "activations on the host"
 SHARED = "shared"
 """Traffic between ranks that overlaps with computation: gathered weights, gradients."""
 SENT = "sent"
-"""Traffic for which a rank waits: tokens to experts and back, tokens for heads and back."""
+"""Traffic for which a rank waits: tokens to experts and back, tokens for heads and back, experts of
+other groups."""
 
 SHEETS: dict[str, tuple[float, float, float, float]] = {
     # name: memory GB as it is sold, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in

@@ -246,6 +246,7 @@ def measure(
         "model": dict(table),
         "gpu": _on_gpu(config, machines),
         "half": _in_half(config, machines),
+        "memory": machines.memory,
         "ranks": ranks,
         "rows": rows,
         "row_tokens": config.row_tokens,

@@ -72,6 +72,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.region = OUTSIDE
         self.charges = False
         """Operations cost something now."""
+        self.charges_gathering = False
+        """Gathered weights do, and they are for all rows of the step: a cost of the update."""
         self.live: dict[int, tuple[int, str]] = {}
         """Bytes and kind by storage."""
         self.total = 0
@@ -181,6 +183,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moves = fresh or func._schema.is_mutable or func.namespace == "c10d"
         if self.charges and moves:
             self._charge(func, name, args, read=read, made=made)
+        elif self.charges_gathering and name == "_allgather_base_":
+            region = self.region
+            self.region = "update"
+            self._charge(func, name, args, read=read, made=made)
+            self.region = region
         return result
 
     def _kind(self, func: Any, read: list[Tensor]) -> str:

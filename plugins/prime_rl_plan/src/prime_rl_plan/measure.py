@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ from prime_rl.streams import STREAMS, TOP_IDS
 from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import WORTH_COMPILING, load_model
+from prime_rl.trainer.model import WORTH_COMPILING, keeps_gathered, load_model
 from prime_rl.trainer.published import published_tensors
 from prime_rl.wire.micro_batch import MicroBatch
 from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
@@ -88,9 +88,9 @@ def with_layers(table: Mapping[str, Any], layers: int) -> PretrainedConfig:
 
 
 @contextlib.contextmanager
-def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
+def regions(ledger: Ledger, trainer: Trainer, num_rows: int, kept: bool = False) -> Iterator[None]:
     """Tell the ledger the current part of the step. Only the last of the step's ``num_rows`` rows
-    is charged, and the update."""
+    is charged, and the update. ``kept``: weights are gathered for the first row alone."""
     names = set(trainer.model._no_split_modules or ())
     modules = trainer.model.modules()
     blocks = [each for each in modules if type(each).__name__.removeprefix("FSDP") in names]
@@ -104,6 +104,7 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
         nonlocal row
         row += 1
         ledger.charges = row == num_rows
+        ledger.charges_gathering = kept and row < num_rows
         enter("forward")
 
     def watch(region: str, _: Any, args: Any, kwargs: Any) -> None:
@@ -139,17 +140,32 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
     ledger.charges = False
 
 
+@cache
+def num_weights(table: str) -> int:
+    """Of the whole model, given its ``config.json``."""
+    config = json.loads(table)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(with_layers(config, config["num_hidden_layers"]))
+    return sum(each.numel() for each in model.parameters())
+
+
 def is_compiled(request: Mapping[str, Any]) -> bool:
     """Whether a run would compile the blocks. They run as they are here: memory is theirs, and of
     time the ledger leaves out what a compiler saves."""
     setting = request["trainer"].get("compile", "auto")
     if setting != "auto":
         return bool(setting)
-    with torch.device("meta"):
-        whole = with_layers(request["model"], request["model"]["num_hidden_layers"])
-        model = AutoModelForCausalLM.from_config(whole)
-    weights = sum(each.numel() for each in model.parameters())
-    return bool(request["gpu"]) and weights >= WORTH_COMPILING
+    return bool(request["gpu"]) and num_weights(json.dumps(request["model"])) >= WORTH_COMPILING
+
+
+def is_kept(request: Mapping[str, Any], config: TrainerConfig) -> bool:
+    """Whether a run would keep weights gathered between the passes of a step. ``memory`` of the
+    request: bytes of its GPU."""
+    if not (request["half"] or request["ranks"] > 1):
+        return False
+    num_bytes = num_weights(json.dumps(request["model"])) * (2 if request["half"] else 4)
+    memory = request.get("memory", 0.0) if request["gpu"] else 0.0
+    return keeps_gathered(config, num_bytes, memory=memory)
 
 
 def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -168,6 +184,8 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
     hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig.model_validate(settings)
+    kept = is_kept(request, config)
+    config = config.model_copy(update={"reshard_after_forward": not kept})
     lengths = lengths_of(request["row_tokens"], request["seq_len"])
     ledger = Ledger(
         pairs=sum(n * (n + 1) / 2 for n in lengths),
@@ -209,7 +227,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             trainer.train_step(1, [short])  # makes the optimizer's state
             ledger.clear()
             rows = [*[short] * (request["rows"] > 1), full]  # the last finds gradients
-            with regions(ledger, trainer, len(rows)):
+            with regions(ledger, trainer, len(rows), kept=kept):
                 trainer.train_step(2, rows)
 
         published = published_tensors(trainer.model)
@@ -218,6 +236,7 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             **whole,
             "published": sum(sizes),
             "largest": max(sizes),
+            "keeps_gathered": kept,
             "peaks": ledger.peaks,
             "inputs_on_host": ledger.most_on_host,
             "costs": [[*key, number] for key, number in ledger.costs.items()],

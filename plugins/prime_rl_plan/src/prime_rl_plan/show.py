@@ -56,7 +56,11 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def _traffic(plan: Plan) -> Iterator[str]:
     """What ranks exchange, and with whom."""
-    names = {SHARED: "weights and gradients", SENT: "tokens between ranks"}
+    trainer = plan.config.trainer
+    group = trainer.expert_ranks(plan.ranks)
+    groups_share = 1 < group < plan.ranks // trainer.dp_replicate
+    sent = "tokens and experts between ranks" if groups_share else "tokens between ranks"
+    names = {SHARED: "weights and gradients", SENT: sent}
     parts = [
         f"{names[each.kind]} {each.bytes / GIB:.2f} GiB in {_time(each.seconds)} "
         f"({'between machines' if each.between_machines else 'on a machine'})"

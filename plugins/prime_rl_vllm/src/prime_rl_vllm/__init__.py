@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,6 +83,12 @@ class Vllm(Engine):
         check_interpreter(python)
         if self._prefill_engines:
             check_nixl(python)
+
+    @property
+    def lacks(self) -> Mapping[str, str]:  # type: ignore[override]  # settings decide
+        """With prefill engines, sleep: each engine has GPUs of its own."""
+        why = "each engine has GPUs of its own (inference.vllm.prefill_engines)"
+        return {"sleep": why} if self._prefill_engines else {}
 
     @property
     def _prefill_engines(self) -> int:
