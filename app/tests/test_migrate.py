@@ -1555,3 +1555,51 @@ def test_the_mean_of_the_loss_is_left_out_where_the_loss_has_its_own():
     made = migrate(of_verl(**actor))
     assert made.table["trainer"]["loss"] == {"type": "gspo"}
     assert any(each.startswith("actor_rollout_ref.actor.loss_agg_mode") for each in made.left_out)
+
+
+@pytest.mark.parametrize("experts", [True, 8, False, 1])
+def test_a_compiled_trainer_gives_way_to_ranks_that_exchange_tokens(experts):
+    model = {"compile": {}, "ep": experts}
+    table = {"model": {"name": "a/b"}, "trainer": {"model": model}, "orchestrator": {}}
+    made = migrate(table)
+    compiles = experts in (False, 1) and experts is not True
+    assert made.table["trainer"].get("compile") == (True if compiles else None)
+    assert any("exchange tokens" in each for each in made.left_out) != compiles
+    build_config(made.table)
+
+
+OF_PLUGINS = """
+max_steps = 3
+[model]
+name = "a/b"
+foo = 1
+[trainer.loss]
+type = "nonsense"
+[trainer.optim]
+betas9 = 3
+[trainer.lora]
+rank = "a"
+[orchestrator.sampler]
+type = "other_sampler"
+[orchestrator.algo]
+type = "other"
+[[orchestrator.train.env]]
+id = "x"
+"""
+
+
+def test_what_a_run_refuses_in_the_tables_of_plugins_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rl.toml").write_text(OF_PLUGINS)
+    made = tmp_path / "mine.toml"
+    code, _, said = run_migrate(monkeypatch, capsys, tmp_path / "rl.toml", "-o", made)
+    assert code == 0 and "check it" not in said
+    problems = [line for line in said.splitlines() if line.startswith(f"to complete: {made}:")]
+    for words in ("'nonsense'", "betas9", "'lora'", "'other'", "'other_sampler'", "model.foo"):
+        assert sum(words in line for line in problems) == 1, words
+    assert len(problems) == 6
+
+    (tmp_path / "rl.toml").write_text(UPSTREAM)
+    code, _, said = run_migrate(
+        monkeypatch, capsys, tmp_path / "rl.toml", "-o", tmp_path / "good.toml"
+    )
+    assert code == 0 and "check it: prime-rl run" in said and "to complete" not in said

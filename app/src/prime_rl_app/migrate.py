@@ -587,14 +587,25 @@ def migrate(table: Mapping[str, Any]) -> Migration:
     _combine(result, whole)
     result.table = _with_lists(result.table)
     _spread(result)
-    if get(result.table, "trainer.router_replay") and get(result.table, "trainer.compile") is True:
-        del result.table["trainer"]["compile"]  # "auto": on unless something stands against it
-        _leave_out(result, ("trainer.compile",), "trainer.router_replay needs blocks as they are")
+    if get(result.table, "trainer.compile") is True:
+        _without_compiling(result)
     if is_upstream:
         _complete(result)
     elif tables == [VERL]:
         _add_defaults(result, DIFFERENCES_FROM_VERL)
     return result
+
+
+def _without_compiling(result: Migration) -> None:
+    """Leave ``trainer.compile`` to its default, which is on unless something stands against it."""
+    ranks = get(result.table, "trainer.expert_parallel")
+    if get(result.table, "trainer.router_replay"):
+        why = "trainer.router_replay needs blocks as they are"
+    elif ranks is True or ranks not in (None, False, 0, 1):
+        why = "with trainer.expert_parallel ranks exchange tokens inside the blocks"
+    else:
+        return
+    _remove(result, "trainer.compile", why)
 
 
 def _has_our_form(path: Path, value: Any) -> bool:
