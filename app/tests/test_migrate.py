@@ -509,6 +509,8 @@ type = "multi_node"
 num_train_nodes = 2
 num_infer_nodes = 3
 gpus_per_node = 4
+[[orchestrator.train.env]]
+id = "x"
 """
 
 
@@ -1603,3 +1605,14 @@ def test_what_a_run_refuses_in_the_tables_of_plugins_is_said(tmp_path, monkeypat
         monkeypatch, capsys, tmp_path / "rl.toml", "-o", tmp_path / "good.toml"
     )
     assert code == 0 and "check it: prime-rl run" in said and "to complete" not in said
+
+
+@pytest.mark.parametrize("text", [OF_A_TRAINER, EVALUATION + EVALUATED["source"]])
+def test_a_config_without_an_env_to_train_on_is_to_be_completed(
+    text, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "theirs.toml").write_text(text)
+    made = tmp_path / "mine.toml"
+    code, _, said = run_migrate(monkeypatch, capsys, tmp_path / "theirs.toml", "-o", made)
+    assert code == 0 and "check it" not in said
+    assert "to complete: orchestrator.train.env: the run has no training environment" in said

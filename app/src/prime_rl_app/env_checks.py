@@ -54,6 +54,15 @@ RESERVED_LABELS = ("agg", "all", "effective")
 """Labels that metrics use for all envs together."""
 
 
+def check_trains(config: RunConfig) -> None:
+    """There is an environment to train on. Raises ``ConfigError``."""
+    if not config.orchestrator.train.env:
+        raise ConfigError(
+            "orchestrator.train.env: the run has no training environment. Add a table "
+            "[[orchestrator.train.env]] with an id."
+        )
+
+
 def check_envs(config: RunConfig) -> None:
     """Environments exist and have distinct labels; groups divide the batch, suffice for its
     minibatches and fit in flight; a row holds a sample. Raises ``ConfigError``."""
@@ -61,12 +70,7 @@ def check_envs(config: RunConfig) -> None:
     row = config.trainer.micro_batch_tokens
     envs = orchestrator.train.env
     inflight = orchestrator.max_inflight_rollouts
-    if not envs:
-        raise ConfigError(
-            "orchestrator.train.env: the run has no training environment. Add a table "
-            "[[orchestrator.train.env]] with an id."
-        )
-
+    check_trains(config)
     for part, group in (("train", envs), ("eval", orchestrator.eval.env)):
         for label, count in Counter(env.label for env in group).items():
             if count > 1:

@@ -60,6 +60,7 @@ from prime_rl_app.env_checks import (
     check_algorithms,
     check_envs,
     check_tasksets,
+    check_trains,
     earlier_weights,
 )
 from prime_rl_app.gpus import GpuPlan, check_shares, gpus_of, num_engines, num_ranks
@@ -211,6 +212,7 @@ def check_settings(config: RunConfig) -> None:
     offers = collect(resolved.trainer_hooks, LOSS)
     losses = Components({"rl": train.loss, **train.losses}, offers)
     parts: list[Callable[[], object]] = [
+        partial(check_trains, config),
         # Agents are known by the taskset, which may not be installed here.
         *(partial(resolved.algorithm, each) for each, env in enumerate(envs) if not env.agents),
         *(partial(losses.__getitem__, name) for name in losses.tables),
