@@ -47,6 +47,7 @@ EXEMPT = {
         "prime_rl.proxies",
         "prime_rl.rundir.attempts",
         "prime_rl.rundir.launch",
+        "prime_rl.rundir.polls",
         "prime_rl.rundir.status",
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",

@@ -172,9 +172,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 @pytest.fixture(autouse=True)
 def any_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether vLLM's own environment is here already, or the package with the pretrained model,
-    does not matter to a page or a config."""
+    """Whether vLLM's own environment is here already, the package with the pretrained model, or a
+    data set of the hub, does not matter to a page or a config."""
     monkeypatch.setattr("prime_rl_vllm.check_interpreter", lambda python: None)
+    monkeypatch.setattr("prime_rl_vllm.check_nixl", lambda python: None)
+    monkeypatch.setattr("prime_rl_app.sft._num_rows", lambda sft: 640)
     monkeypatch.setattr("prime_rl_smollm2.convert.locate", lambda: Path("smollm2.gguf"))
 
 

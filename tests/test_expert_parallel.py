@@ -115,6 +115,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "two_groups_replay",
                     {**GROUPS, **REPLAY, "context_parallel": 2, "activation_checkpointing": 1},
                 ),
+                job(
+                    "two_groups_recomputed",
+                    {**GROUPS, "activation_checkpointing": 1, "keep_attention": True},
+                ),
                 job("rounded_groups", {**GROUPS, "reduce_dtype": "bfloat16"}),
                 job("four_half", {**OWN, "dtype": "bfloat16"}),
                 job("two_groups_half", {**GROUPS, "dtype": "bfloat16"}),
@@ -226,7 +230,7 @@ def curve(run: Path) -> dict[int, dict[str, float]]:
 
 MANY = [
     *("four", "two_by_two", "four_of_two_rows", "four_replay"),
-    *("two_groups", "two_groups_replay", "two_copies_of_two_groups"),
+    *("two_groups", "two_groups_replay", "two_groups_recomputed", "two_copies_of_two_groups"),
 ]
 RESUMED = [
     *("two_from_four", "two_gathered_from_two_by_two", "one_from_four"),

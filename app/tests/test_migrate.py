@@ -1,19 +1,20 @@
 """``prime-rl migrate``: nothing of a foreign config vanishes in silence."""
 
+import json
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl_app.cli import main
 from prime_rl_app.config import build_config, merge
-from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys
+from prime_rl_app.foreign import NAMES, PRIME_RL, VERL, our_keys, path_of
 from prime_rl_app.migrate import (
     DIFFERENCES,
     DIFFERENCES_FROM_VERL,
@@ -21,9 +22,11 @@ from prime_rl_app.migrate import (
     as_whole,
     leaf_paths,
     migrate,
+    sbatch,
     written,
 )
 from prime_rl_app.resolve import check
+from prime_rl_app.sft import without_data
 
 RENDERS = "orchestrator.renderer."
 
@@ -1258,3 +1261,345 @@ type = "sft"
         },
     }
     assert "loss" not in table.get("trainer", {})
+
+
+def changed(table, path, value):
+    """A copy with another value at a path."""
+    if not path:
+        return value
+    copy = table.copy()
+    copy[path[0]] = changed(table[path[0]], path[1:], value)
+    return copy
+
+
+def places(table, path=()):
+    """The path of every value: of tables, of lists, of their entries."""
+    if path:
+        yield path
+    items = (
+        table.items()
+        if isinstance(table, dict)
+        else enumerate(table)
+        if isinstance(table, list)
+        else ()
+    )
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+VERL_WHOLE = {
+    "data": {
+        "train_files": "a.parquet",
+        "max_prompt_length": 512,
+        "max_response_length": 1024,
+        "train_batch_size": 256,
+    },
+    "actor_rollout_ref": {
+        "hybrid_engine": True,
+        "model": {"path": "a/b", "lora_rank": 8, "lora_alpha": 16, "target_modules": ["q_proj"]},
+        "actor": {
+            "ppo_mini_batch_size": 64,
+            "ppo_max_token_len_per_gpu": 16384,
+            "grad_clip": 1.0,
+            "clip_ratio": 0.2,
+            "clip_ratio_high": 0.28,
+            "clip_ratio_c": 3.0,
+            "loss_agg_mode": "token-mean",
+            "entropy_coeff": 0.01,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "policy_loss": {"loss_mode": "gspo"},
+            "optim": {
+                "lr": 1e-06,
+                "lr_warmup_steps_ratio": 0.1,
+                "betas": [0.9, 0.99],
+                "lr_scheduler_type": "constant",
+            },
+        },
+        "rollout": {
+            "name": "vllm",
+            "n": 8,
+            "max_model_len": 4096,
+            "tensor_model_parallel_size": 2,
+            "val_kwargs": {"n": 1},
+        },
+    },
+    "algorithm": {"adv_estimator": "grpo", "gamma": 1.0, "norm_adv_by_std_in_grpo": True},
+    "critic": {"optim": {"lr": 1e-05}},
+    "trainer": {
+        "total_training_steps": 30,
+        "project_name": "p",
+        "experiment_name": "e",
+        "logger": ["console", "wandb"],
+        "nnodes": 1,
+        "n_gpus_per_node": 8,
+        "save_freq": 20,
+        "test_freq": 5,
+        "val_before_train": True,
+    },
+}
+TRL_WHOLE = {
+    "model_name_or_path": "a/b",
+    "learning_rate": 1e-06,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 8,
+    "max_prompt_length": 512,
+    "max_completion_length": 1024,
+    "loss_type": "dapo",
+    "importance_sampling_level": "sequence",
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "beta": 0.04,
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "max_steps": 100,
+    "warmup_ratio": 0.1,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "report_to": ["wandb"],
+    "wandb_project": "p",
+    "use_peft": True,
+    "lora_r": 8,
+    "lora_target_modules": ["q_proj"],
+    "eval_steps": 5,
+    "scale_rewards": "group",
+    "optim": "adamw_torch",
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "generation_kwargs": {"seed": 3},
+    "run_name": "r",
+    "output_dir": "o",
+}
+DISTILLED = """
+[slurm]
+job_name = "x"
+partition = "p"
+pre_run_command = "true"
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+num_infer_nodes = 3
+gpus_per_node = 4
+[env_vars]
+A = "x"
+[orchestrator]
+batch_size = 8
+use_token_client = false
+[orchestrator.teacher_rollout_model.client]
+base_url = ["https://a.example/v1"]
+[orchestrator.teacher_rollout_model.model]
+name = "teacher"
+[[orchestrator.train.env]]
+taskset = { id = "x", k = 3 }
+[[orchestrator.pre_batch_filters]]
+type = "gibberish"
+"""
+
+
+OTHER_TYPES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**6),
+    st.floats(allow_nan=False),
+    st.sampled_from(["", "x", "2", "gae", "dr_grpo", "multi_node", "a b", "1e9", "$(x)"]),
+    st.sampled_from([[], [1], ["x"], [None], [{}], [{"id": "b"}, 5], [[1], {"a": 1}], [[]]]),
+    st.sampled_from([{}, {"a": None}, {"id": "x"}, {"a": {"b": [1]}}, {"name": 3}]),
+)
+
+
+def written_at(table, parts):
+    """Whether a migrated table has a key, in any entry of a list."""
+    if not parts:
+        return True
+    if isinstance(table, list):
+        rest = parts[1:] if isinstance(parts[0], int) else parts
+        return any(written_at(each, rest) for each in table)
+    part = parts[0] if isinstance(parts[0], str) else None
+    return isinstance(table, dict) and part in table and written_at(table[part], parts[1:])
+
+
+def values_of(table):
+    inner = table.values() if isinstance(table, dict) else table if isinstance(table, list) else ()
+    for value in inner:
+        yield value
+        yield from values_of(value)
+
+
+WHOLE = {
+    "upstream": tomllib.loads(UPSTREAM),
+    "slurm": tomllib.loads(DISTILLED),
+    "sft": tomllib.loads(OF_SFT),
+    "trainer": tomllib.loads(OF_A_TRAINER),
+    "evaluation": tomllib.loads(EVALUATION + EVALUATED["source"]),
+    "verl": VERL_WHOLE,
+    "trl": TRL_WHOLE,
+}
+
+
+@st.composite
+def changed_tables(draw):
+    """A config in which one value, table or list is something else."""
+    whole = draw(st.sampled_from([*WHOLE.values()]))
+    return changed(whole, draw(st.sampled_from([*places(whole)])), draw(OTHER_TYPES))
+
+
+@settings(max_examples=200, deadline=None)
+@given(changed_tables())
+def test_a_value_of_another_type_is_translated_or_named(table):
+    before = json.dumps(table)
+    try:
+        result = migrate(table)
+        text = written(result, ["theirs.toml"])
+        sbatch(result, table, config="mine.toml", script="mine.sbatch")
+    except ConfigError as error:
+        assert re.match(r"(deployment\.\w+|slurm(\.\w+)?): ", str(error))
+        return
+
+    assert json.dumps(table) == before
+    assert json.dumps(tomllib.loads(text), sort_keys=True) == json.dumps(
+        result.table, sort_keys=True
+    )
+    assert not any(value is None or value == "None" for value in values_of(result.table))
+    told = [
+        re.split(r" = |: ", each)[0].replace('"', "")
+        for each in (*result.left_out, *result.unknown)
+    ]
+    for leaf, _ in leaf_paths(as_whole(table)):
+        assert leaf in result.carried or ".".join(map(str, leaf)) in told, leaf
+    for names in result.carried.values():
+        for each in names:
+            assert written_at(result.table, path_of(each)), each
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(table=changed_tables())
+def test_the_command_ends_with_a_message_for_any_value(table, tmp_path, monkeypatch, capsys):
+    yaml = pytest.importorskip("yaml")
+    for file in tmp_path.iterdir():
+        file.unlink()
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(yaml.safe_dump(table))
+    made = tmp_path / "made.toml"
+    code, _, said = run_migrate(monkeypatch, capsys, theirs, "-o", made)
+    assert code in (0, 2)
+    if not made.exists():
+        assert code == 2 and said.startswith("error: ") and said.count("\n") == 1
+        return
+    try:
+        build_config(without_data(tomllib.loads(made.read_text())))
+    except ConfigError as error:
+        assert said.count("to complete: ") >= len(str(error).splitlines())
+
+
+@pytest.mark.parametrize("key", ["num_train_nodes", "num_infer_nodes", "gpus_per_node"])
+def test_numbers_of_machines_are_numbers(key, tmp_path, monkeypatch, capsys):
+    table = tomllib.loads(SLURM)
+    plain = migrate(table)
+    script = sbatch(plain, table, config="mine.toml", script="mine.sbatch")
+    table["deployment"][key] = str(table["deployment"][key])  # in quotes
+    made = migrate(table)
+    assert made.table["trainer"] == plain.table["trainer"] == {"num_ranks": 8}
+    assert sbatch(made, table, config="mine.toml", script="mine.sbatch") == script
+
+    text = re.sub(rf"{key} = \d", f'{key} = "two"', SLURM)
+    (tmp_path / "rl.toml").write_text(text)
+    words = [tmp_path / "rl.toml", "-o", tmp_path / "mine.toml"]
+    code, _, said = run_migrate(monkeypatch, capsys, *words)
+    assert code == 2
+    assert said.startswith(f"error: {tmp_path / 'rl.toml'}:")
+    assert said.endswith(f'deployment.{key}: expected a number above 0, got "two"\n')
+    assert [each.name for each in tmp_path.iterdir()] == ["rl.toml"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("job_name = [1]", "slurm: [1] is no value of sbatch's option --job-name"),
+        ("pre_run_command = 5", "slurm.pre_run_command: expected a text, got 5"),
+    ],
+)
+def test_values_that_sbatch_does_not_take_are_refused(line, said):
+    table = {"slurm": tomllib.loads(line)}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        sbatch(migrate(table), table, config="mine.toml", script="mine.sbatch")
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+@pytest.mark.parametrize("name", ["env", "source"])
+def test_an_entry_that_is_no_table_is_refused_by_name(part, name):
+    envs = [{"id" if name == "env" else "name": "b"}, 5]
+    made = migrate({"orchestrator": {part: {name: envs}}})
+    assert made.unknown == [f"orchestrator.{part}.{name}.1 = 5"]
+    assert made.table["orchestrator"][part]["env"] == envs[:1]
+    made = migrate({"orchestrator": [{"batch_size": 3}], "max_steps": [{"a": 1}]})
+    assert made.unknown == ["orchestrator.0.batch_size = 3", "max_steps.0.a = 1"]
+
+
+def test_variables_without_the_name_of_one_are_refused():
+    made = migrate({"env_vars": {"a b": "x", "A": {"B": "y"}, "C": "z"}})
+    assert made.table["env_vars"] == {"C": "z"} and made.env_vars == {"C": "z"}
+    assert made.unknown == ['env_vars."a b" = "x"', 'env_vars.A.B = "y"']
+
+
+def test_max_steps_of_trl_without_a_limit_is_left_out():
+    made = migrate({"learning_rate": 1.0, "max_steps": -1})
+    assert "max_steps" not in made.table
+    assert made.left_out == ["max_steps = -1: no value of max_steps"]
+
+
+def test_the_mean_of_the_loss_is_left_out_where_the_loss_has_its_own():
+    actor = {"loss_agg_mode": "token-mean", "policy_loss": {"loss_mode": "gspo"}}
+    made = migrate(of_verl(**actor))
+    assert made.table["trainer"]["loss"] == {"type": "gspo"}
+    assert any(each.startswith("actor_rollout_ref.actor.loss_agg_mode") for each in made.left_out)
+
+
+@pytest.mark.parametrize("experts", [True, 8, False, 1])
+def test_a_compiled_trainer_gives_way_to_ranks_that_exchange_tokens(experts):
+    model = {"compile": {}, "ep": experts}
+    table = {"model": {"name": "a/b"}, "trainer": {"model": model}, "orchestrator": {}}
+    made = migrate(table)
+    compiles = experts in (False, 1) and experts is not True
+    assert made.table["trainer"].get("compile") == (True if compiles else None)
+    assert any("exchange tokens" in each for each in made.left_out) != compiles
+    build_config(made.table)
+
+
+OF_PLUGINS = """
+max_steps = 3
+[model]
+name = "a/b"
+foo = 1
+[trainer.loss]
+type = "nonsense"
+[trainer.optim]
+betas9 = 3
+[trainer.lora]
+rank = "a"
+[orchestrator.sampler]
+type = "other_sampler"
+[orchestrator.algo]
+type = "other"
+[[orchestrator.train.env]]
+id = "x"
+"""
+
+
+def test_what_a_run_refuses_in_the_tables_of_plugins_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rl.toml").write_text(OF_PLUGINS)
+    made = tmp_path / "mine.toml"
+    code, _, said = run_migrate(monkeypatch, capsys, tmp_path / "rl.toml", "-o", made)
+    assert code == 0 and "check it" not in said
+    problems = [line for line in said.splitlines() if line.startswith(f"to complete: {made}:")]
+    for words in ("'nonsense'", "betas9", "'lora'", "'other'", "'other_sampler'", "model.foo"):
+        assert sum(words in line for line in problems) == 1, words
+    assert len(problems) == 6
+
+    (tmp_path / "rl.toml").write_text(UPSTREAM)
+    code, _, said = run_migrate(
+        monkeypatch, capsys, tmp_path / "rl.toml", "-o", tmp_path / "good.toml"
+    )
+    assert code == 0 and "check it: prime-rl run" in said and "to complete" not in said

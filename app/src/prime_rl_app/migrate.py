@@ -34,6 +34,7 @@ from prime_rl_app.foreign import (
     is_ours,
     is_table,
     look_up,
+    may_be_list,
     our_keys,
 )
 
@@ -94,8 +95,7 @@ def _chosen(values: Mapping[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         is_name = isinstance(value, str | bool)
-        # A copy: other keys write into a table.
-        return deepcopy(values[value]) if is_name and value in values else Left(why)
+        return values[value] if is_name and value in values else Left(why)
 
     return convert
 
@@ -568,8 +568,10 @@ def migrate(table: Mapping[str, Any]) -> Migration:
             result.unknown.append(_assigned(path, value))
         elif _has_null(value):
             result.left_out.append(f"{_assigned(path, value)}: {_why_null(value).why}")
-        elif is_table(path) and not isinstance(value, dict):
+        elif not _has_our_form(path, value):
             result.unknown.append(_assigned(path, value))
+        elif is_flat and not _fits(path, value):  # max_steps = -1: no limit of steps
+            result.left_out.append(f"{_assigned(path, value)}: no value of {path[0]}")
         elif why := _why_not_here(path, value):
             result.left_out.append(f"{_assigned(path, value)}: {why}")
         else:
@@ -585,14 +587,41 @@ def migrate(table: Mapping[str, Any]) -> Migration:
     _combine(result, whole)
     result.table = _with_lists(result.table)
     _spread(result)
-    if get(result.table, "trainer.router_replay") and get(result.table, "trainer.compile") is True:
-        del result.table["trainer"]["compile"]  # "auto": on unless something stands against it
-        _leave_out(result, ("trainer.compile",), "trainer.router_replay needs blocks as they are")
+    if get(result.table, "trainer.compile") is True:
+        _without_compiling(result)
     if is_upstream:
         _complete(result)
     elif tables == [VERL]:
         _add_defaults(result, DIFFERENCES_FROM_VERL)
     return result
+
+
+def _without_compiling(result: Migration) -> None:
+    """Leave ``trainer.compile`` to its default, which is on unless something stands against it."""
+    ranks = get(result.table, "trainer.expert_parallel")
+    if get(result.table, "trainer.router_replay"):
+        why = "trainer.router_replay needs blocks as they are"
+    elif ranks is True or ranks not in (None, False, 0, 1):
+        why = "with trainer.expert_parallel ranks exchange tokens inside the blocks"
+    else:
+        return
+    _remove(result, "trainer.compile", why)
+
+
+def _has_our_form(path: Path, value: Any) -> bool:
+    """Whether there are tables where our schema has tables, and lists where it has lists."""
+    lists = [path[:place] for place, part in enumerate(path) if isinstance(part, int)]
+    if not all(map(may_be_list, lists)):
+        return False
+    info = our_keys().get(".".join(part for part in path if isinstance(part, str)))
+    is_entry = isinstance(path[-1], int) and info and _is_list_of_tables(info.annotation)
+    return isinstance(value, dict) or not (is_table(path) or is_entry)
+
+
+def _fits(path: Path, value: Any) -> bool:
+    """Whether our schema, where it has the key, takes the value."""
+    info = our_keys().get(".".join(part for part in path if isinstance(part, str)))
+    return info is None or isinstance(path[-1], int) or fits(info, value)
 
 
 def _find(path: Path, table: dict[str, Foreign]) -> Match | None:
@@ -790,7 +819,7 @@ def leaf_paths(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _carry(result: Migration, match: Match, path: Path, value: Any) -> None:
     """Write one foreign value where it belongs here, or say why not."""
     if path[0] == "slurm" and not is_null(value):
-        result.slurm = {**(result.slurm or {}), str(path[-1]): value}
+        result.slurm = {**(result.slurm or {}), ".".join(map(str, path[1:])): value}
     if match.path is None:
         result.left_out.append(f"{_assigned(path, value)}: {match.note}")
         return
@@ -817,7 +846,8 @@ def _why_null(value: Any) -> Left:
 def _carry_variable(result: Migration, path: Path, value: Any) -> None:
     """An environment variable, unless it is a secret or the run sets it."""
     name = str(path[-1])
-    if isinstance(value, dict | list):
+    is_name = path[-2] == "env_vars" and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+    if not is_name or isinstance(value, dict | list):
         result.unknown.append(_assigned(path, value))
     elif is_null(value):
         result.left_out.append(f"{_assigned(path, value)}: {NO_VALUE.why}")
@@ -849,7 +879,13 @@ def _set(result: Migration, target: Path, match: Match, path: Path, value: Any, 
     if why := _why_not_here(target, value):
         result.left_out.append(f"{_assigned(path, shown)}: {why}")
         return
-    if info is not None and not isinstance(value, dict | list) and not fits(info, value):
+    is_tables = info is not None and _is_list_of_tables(info.annotation)
+    if is_tables and isinstance(path[-1], int) and not isinstance(value, dict):
+        result.unknown.append(_assigned(path, shown))
+        return
+    if info is not None and isinstance(value, str) and not fits(info, value):
+        value = [value] if fits(info, [value]) else value
+    if info is not None and not fits(info, value):
         note = f" ({match.note})" if match.note else ""
         result.left_out.append(f"{_assigned(path, shown)}: no value of {names}{note}")
         return
@@ -859,9 +895,16 @@ def _set(result: Migration, target: Path, match: Match, path: Path, value: Any, 
     if present is not None and VALUES.get(match.pattern) is _clipped:
         result.carried.setdefault(path, []).append(names)
         return
-    if present is not None and present != value and not isinstance(value, dict):
+    are_tables = isinstance(present, dict) and isinstance(value, dict)
+    if present is not None and present != value and not are_tables:
         result.left_out.append(f"{_assigned(path, shown)}: {names} is {_toml(present)} already")
         return
+    for length in range(1, len(numbered)):
+        table = _get_path(result.table, numbered[:length])
+        if table is not None and not isinstance(table, dict):
+            outer = ".".join(part for part in numbered[:length] if isinstance(part, str))
+            result.left_out.append(f"{_assigned(path, shown)}: {outer} is {_toml(table)} already")
+            return
     _put(result.table, numbered, value)
     result.carried.setdefault(path, []).append(names)
     if match.note:
@@ -910,7 +953,7 @@ def _put(table: dict[Any, Any], path: Path, value: Any) -> None:
         inner = inner[part]
     if isinstance(value, dict) and isinstance(inner.get(path[-1]), dict):
         return
-    inner[path[-1]] = value
+    inner[path[-1]] = deepcopy(value)  # the user's config stays as it is
 
 
 def _get_path(table: Any, path: Path) -> Any:
@@ -941,7 +984,8 @@ def _with_lists(table: Any) -> Any:
     if not numbers:
         return made
     entries = [made[number] for number in numbers]
-    return {EVERY: made[EVERY], "": entries} if EVERY in made else entries
+    of_every = made.pop(EVERY, {}) | {key: made[key] for key in made if isinstance(key, str)}
+    return {EVERY: of_every, "": entries} if of_every else entries
 
 
 def _spread(result: Migration) -> None:
@@ -961,12 +1005,34 @@ def _spread(result: Migration) -> None:
             group["env"] = [{**shared, **entry} for entry in entries]
             continue
         del group["env"]
-        for path, value in leaf_paths(shared):
-            key = _assigned(("orchestrator", part, "env", *path), value)
-            result.left_out.append(f"{key}: there is no [[orchestrator.{part}.env]]")
+        place = f"orchestrator.{part}.env"
+        _leave_out(result, (place,), f"there is no [[{place}]]")
 
 
 # Values that several keys decide together.
+
+
+def _number(value: Any) -> int | None:
+    """A number above 0, also if it stands in quotes; None: it is something else."""
+    if isinstance(value, str) and re.fullmatch(r"0*[1-9]\d{0,9}", value, re.ASCII):
+        return int(value)
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_number else None
+
+
+def _number_of(whole: Mapping[str, Any], key: str, default: int) -> int:
+    """A number that decides about machines. Raises ``ConfigError``."""
+    value = get(whole, key)
+    if is_null(value):
+        return default
+    number = _number(value)
+    if number is None:
+        raise ConfigError(f"{key}: expected a number above 0, got {_toml(value)}")
+    return number
+
+
+GPUS_PER_NODE = 8
+"""Upstream's default."""
 
 
 def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
@@ -974,9 +1040,7 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
     table = result.table
 
     def number(key: str) -> int | None:
-        value = get(whole, key)
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        return value if is_number else None
+        return _number(get(whole, key))
 
     def put(key: str, value: Any, note: str = "", of: Sequence[str] = ()) -> None:
         """``of``: the foreign keys that the value is from."""
@@ -993,8 +1057,8 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
             result.carried.setdefault(tuple(each.split(".")), []).append(key)
 
     if get(whole, "deployment.type") == "multi_node":
-        per_node = number("deployment.gpus_per_node") or 8
-        nodes = number("deployment.num_train_nodes") or 1
+        per_node = _number_of(whole, "deployment.gpus_per_node", default=GPUS_PER_NODE)
+        nodes = _number_of(whole, "deployment.num_train_nodes", default=1)
         table.get("trainer", {}).pop("num_ranks", None)
         put("trainer.num_ranks", nodes * per_node, f"{nodes} nodes of {per_node} GPUs")
         put("launcher.type", "ray", "upstream: Slurm")
@@ -1045,7 +1109,7 @@ def _combine(result: Migration, whole: Mapping[str, Any]) -> None:
     steps_of_run = get(table, "max_steps")
     for key in ("warmup_ratio", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"):
         ratio = get(whole, key)
-        if isinstance(ratio, float) and isinstance(steps_of_run, int) and ratio > 0:
+        if isinstance(ratio, float) and isinstance(steps_of_run, int) and 0 < ratio <= 1:
             steps = round(ratio * steps_of_run)
             put("trainer.scheduler.warmup_steps", steps, f"{ratio} of a run", of=[key])
 
@@ -1071,8 +1135,8 @@ def _fit_loss(result: Migration, whole: Mapping[str, Any]) -> None:
             loss.pop(key, None)
         clips = tuple(f"trainer.loss.{key}" for key in CLIPS)
         _leave_out(result, clips, f"the loss {name} has keys of its own")
-    if name in ("gspo", "gmpo"):
-        loss.pop("normalize_by", None)
+    if name in ("gspo", "gmpo") and loss.pop("normalize_by", None) is not None:
+        _leave_out(result, ("trainer.loss.normalize_by",), f"the loss {name} has a mean of its own")
     if loss.get("type") == "dr_grpo" and "constant" not in loss:
         rollouts = get(result.table, "orchestrator.batch_size") or 128
         tokens = get(result.table, "orchestrator.train.sampling.max_completion_tokens") or 256
@@ -1185,10 +1249,11 @@ def _remove(result: Migration, key: str, why: str) -> None:
 
 def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:
     """Without the penalty of the KL, and with the other penalties."""
-    penalties = algo.get("penalties", {})
-    penalties.pop("kl_to_initial", None)
-    if not penalties:
-        algo.pop("penalties", None)
+    penalties = algo.get("penalties")
+    if isinstance(penalties, dict):
+        penalties.pop("kl_to_initial", None)
+        if not penalties:
+            del algo["penalties"]
     losses = get(result.table, "trainer.losses")
     if isinstance(losses, dict):
         losses.pop("kl_to_initial", None)
@@ -1201,7 +1266,8 @@ def _without_kl(result: Migration, algo: dict[str, Any], why: str) -> None:
 def _leave_out(result: Migration, tables: tuple[str, ...], why: str) -> None:
     """What was carried to ``tables`` is left out after all."""
     for path, names in [*result.carried.items()]:
-        if all(name.startswith(tables) for name in names):
+        result.carried[path] = [name for name in names if not name.startswith(tables)]
+        if not result.carried[path]:
             del result.carried[path]
             result.left_out.append(f"{'.'.join(map(_key, path))}: {why}")
 
@@ -1372,15 +1438,18 @@ _BEFORE = ("pre_run_command",)
 def sbatch(migration: Migration, whole: Mapping[str, Any], config: str, script: str) -> str:
     """The batch file that the table ``[slurm]`` becomes. Its other keys are comments."""
     slurm = migration.slurm or {}
-    engines = get(whole, "deployment.num_infer_nodes") or get(migration.table, "inference.replicas")
-    nodes = (get(whole, "deployment.num_train_nodes") or 1) + (engines or 1)
-    options = {"job-name": "prime-rl", "nodes": str(nodes), "ntasks-per-node": "1"}
-    options["gpus-per-node"] = str(get(whole, "deployment.gpus_per_node") or 8)
-    options |= {_DIRECTIVES[key]: str(slurm[key]) for key in slurm if key in _DIRECTIVES}
+    engines = _number_of(migration.table, "inference.replicas", default=1)
+    engines = _number_of(whole, "deployment.num_infer_nodes", default=engines)
+    nodes = _number_of(whole, "deployment.num_train_nodes", default=1) + engines
+    gpus = _number_of(whole, "deployment.gpus_per_node", default=GPUS_PER_NODE)
+    options: dict[str, Any] = {"job-name": "prime-rl", "nodes": nodes, "ntasks-per-node": 1}
+    options["gpus-per-node"] = gpus
+    options |= {_DIRECTIVES[key]: slurm[key] for key in slurm if key in _DIRECTIVES}
     lines = []
     for option, value in options.items():
-        if not re.fullmatch(r"[\w.,:/@%+=\[\]-]+", value):
-            raise ConfigError(f"slurm: {value!r} is no value of sbatch's option --{option}")
+        is_plain = isinstance(value, str | int) and not isinstance(value, bool)
+        if not is_plain or not re.fullmatch(r"[\w.,:/@%+=\[\]-]+", str(value)):
+            raise ConfigError(f"slurm: {_toml(value)} is no value of sbatch's option --{option}")
         lines.append(f"#SBATCH --{option}={value}")
     lines += ["#SBATCH --exclusive", "#SBATCH --mem=0", "#SBATCH --output=%x-%j.log"]
     rest = {key: slurm[key] for key in slurm if key not in (*_DIRECTIVES, *_BEFORE)}
@@ -1394,8 +1463,10 @@ def sbatch(migration: Migration, whole: Mapping[str, Any], config: str, script: 
         else:
             exports.append(f"export {name}={shlex.quote(public)}")
 
-    command = slurm.get("pre_run_command")
-    before = ["", "# pre_run_command", str(command)] if command else []
+    command = slurm.get("pre_run_command", "")
+    if not isinstance(command, str):
+        raise ConfigError(f"slurm.pre_run_command: expected a text, got {_toml(command)}")
+    before = ["", "# pre_run_command", command] if command else []
     return SBATCH.format(
         directives="\n".join(lines),
         exports="\n".join(exports),

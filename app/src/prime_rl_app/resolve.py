@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +199,36 @@ def check(config: RunConfig, resume: str | None = None) -> Resolved:
     check_tuning(resolved)
     _ = resolved.earlier_run  # it may refuse
     return resolved
+
+
+def check_settings(config: RunConfig) -> None:
+    """The tables of plugins that need no machine, model or environment: names and keys. Raises
+    ``ConfigError``, with all that is wrong."""
+    resolved = Resolved(config)
+    train = config.trainer
+    envs = config.orchestrator.train.env
+    sampler = config.orchestrator.sampler
+    offers = collect(resolved.trainer_hooks, LOSS)
+    losses = Components({"rl": train.loss, **train.losses}, offers)
+    parts: list[Callable[[], object]] = [
+        # Agents are known by the taskset, which may not be installed here.
+        *(partial(resolved.algorithm, each) for each, env in enumerate(envs) if not env.agents),
+        *(partial(losses.__getitem__, name) for name in losses.tables),
+        lambda: resolved.optimizer,
+        lambda: resolved.tuning,
+        lambda: choose(SAMPLER, sampler.type, sampler.settings, resolved.hooks, SAMPLER.key),
+    ]
+    if config.model.settings:
+        parts.append(lambda: build_model_maker(config, resolved.hooks))
+
+    problems = list[str]()
+    for part in parts:
+        try:
+            part()
+        except ConfigError as error:
+            problems += [line for line in str(error).splitlines() if line not in problems]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def build_engine(config: RunConfig, hooks: Hooks) -> Engine:

@@ -9,6 +9,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,34 @@ async def test_a_rollout_that_takes_too_long(settings: Any, engine: FakeEngine) 
     result = await only(settings(PlainTaskset, timeout=0.5), engine)
     assert (result.ok, result.error_type, result.branches) == (False, "TimeoutError", [])
     assert "0.5s deadline (timeout in the env's table)" in (result.error or "")
+
+
+async def test_while_engines_sleep_the_limit_of_a_rollout_is_that_of_their_awake_time(
+    settings: Any, engine: FakeEngine
+) -> None:
+    """verifiers, which would count all time, has none then."""
+
+    async def never() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    engine.reply = lambda body: never()
+    wanted = settings(PlainTaskset, timeout=600.0, engines_sleep=True)
+    async with Environment(wanted) as env:
+        assert env._env.config.timeout.episode is None
+        asked = {"model": ModelEndpoint(MODEL, engine.url), "sampling": SamplingSettings()}
+        limits = []
+
+        @contextlib.asynccontextmanager
+        async def limit(seconds: float | None) -> AsyncIterator[None]:
+            limits.append(seconds)
+            async with asyncio.timeout(0):
+                yield
+
+        env.awake.limit = limit  # type: ignore[method-assign]
+        (result,) = await env.run(env.examples[0], **asked)
+    assert limits == [600.0]
+    assert (result.ok, result.error_type, result.branches) == (False, "TimeoutError", [])
 
 
 async def test_a_rollout_stopped_before_its_first_token(settings: Any, engine: FakeEngine) -> None:

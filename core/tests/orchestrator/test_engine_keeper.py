@@ -28,9 +28,14 @@ class World:
             self.calls.append((folder, version))
 
         self.policy = LivePolicy(1)
+        self.awake = SimpleNamespace(
+            stop=lambda: self.calls.append("limits stop"),
+            go_on=lambda: self.calls.append("limits go on"),
+        )
         fleet: Any = SimpleNamespace(update_weights=update_weights)
         engines = SimpleNamespace(
             policy=self.policy,
+            awake=self.awake,
             fleet=SimpleNamespace(sleep=sleep),
             earlier={
                 "ema": EarlierEngine(fleet, tmp_path / "averages"),
@@ -59,7 +64,10 @@ async def test_before_batch_3_leaves_engines_finish_with_version_2_and_sleep(
     assert world.calls == [("batch 3 is ready", "trainer (weights of step 2)")]
     await world.policy.advance(2)
     await leaving
-    assert world.calls[1:] == [("pending", 3), "sleep", "time/sleep_engines"]
+    asleep = [("pending", 3), "limits stop", "sleep", "time/sleep_engines"]
+    assert world.calls[1:] == asleep
+    world.keeper.version_served(3)
+    assert world.calls[5:] == ["limits go on"]
 
 
 async def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path: Path) -> None:

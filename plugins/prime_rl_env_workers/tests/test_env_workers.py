@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -328,6 +328,40 @@ async def test_an_episode_is_sent_to_a_worker_that_has_room_for_it() -> None:
     for end in ends[4:]:
         end.set_result("done")
     assert await asyncio.gather(*episodes) == ["done"] * 7
+
+
+async def test_the_limit_that_the_environment_holds_begins_when_an_episode_is_sent() -> None:
+    """While engines sleep it stands still, so neither pool nor worker has one."""
+    pool = pools.Pool("a", 1, pools.WorkerLimits(60.0, 1.0, None), {}, WorkerForks())
+    calls: list[str] = []
+
+    class Client:
+        async def run(self, *asked: Any) -> None:
+            calls.append("sent")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                calls.append("ended")
+
+    class Held(AbstractAsyncContextManager[None]):
+        async def __aenter__(self) -> None:
+            calls.append("limit")
+
+        async def __aexit__(self, *error: object) -> None:
+            calls.append("over")
+            raise TimeoutError("as it says")
+
+    context: Any = SimpleNamespace(client=None, model="m", sampling=None)
+    playing = asyncio.create_task(pool.run(context, {}, Held()))
+    await asyncio.sleep(0)
+    assert calls == []
+    pool.workers[0] = pools.Worker(0, "w", Client(), asyncio.Future(), "", instance="i")  # type: ignore[arg-type]
+    pool._came.set()
+    await eventually(lambda: calls == ["limit", "sent"])
+    playing.cancel()
+    with pytest.raises(TimeoutError, match=r"^as it says$"):
+        await playing
+    assert calls == ["limit", "sent", "ended", "over"]
 
 
 def test_trusted_tasksets_run_in_process_and_others_have_half_of_the_cores(

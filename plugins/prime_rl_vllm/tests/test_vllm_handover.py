@@ -179,8 +179,10 @@ async def test_prompts_go_to_the_prefill_engine_with_the_fewest() -> None:
     await asyncio.gather(*asking)
 
 
-async def test_a_client_that_leaves_ends_its_prefill() -> None:
-    prefill = Engine(gate=asyncio.Event())
+async def test_the_kv_of_a_client_that_leaves_is_taken_over_to_free_it() -> None:
+    """vLLM keeps it for a request that would never come. No other request finds it."""
+    gate = asyncio.Event()
+    prefill = Engine(gate=gate)
     state = server(prefill)
     asking = asyncio.create_task(ask(state, PROMPT, SamplingParams()))
     while not prefill.calls:
@@ -188,7 +190,29 @@ async def test_a_client_that_leaves_ends_its_prefill() -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert prefill.aborted == 1 and not sampling_engine(state).calls
+    assert prefill.aborted == 0 and not sampling_engine(state).calls
+    gate.set()
+    await asyncio.gather(*state.pending)
+    assert_released(sampling_engine(state))
+
+
+async def test_the_kv_of_a_request_that_is_refused_is_taken_over_too() -> None:
+    state = server(Engine())
+    engine = sampling_engine(state)
+    engine.fault = ValueError("temperature")
+    with pytest.raises(ValueError, match="temperature"):
+        await ask(state, PROMPT, SamplingParams())
+    engine.fault = None
+    engine.calls.clear()
+    await asyncio.gather(*state.pending)
+    assert_released(engine)
+
+
+def assert_released(engine: Engine) -> None:
+    ((prompt, params, _),) = engine.calls
+    assert prompt["prompt_token_ids"] == PROMPT["prompt_token_ids"]
+    assert prompt["cache_salt"].startswith("left:")
+    assert (params.max_tokens, params.extra_args) == (1, {"kv_transfer_params": WHERE})
 
 
 async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> None:
@@ -196,7 +220,7 @@ async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> 
     state = server(prefill)
     await hold_prefill(state, prefill)
     assert prefill.paused_after == -1
-    (pausing,) = state.holding
+    (pausing,) = state.pending
     pausing.cancel()
 
 

@@ -37,6 +37,7 @@ def migrate(
     from prime_rl_app.migrate import as_whole, sbatch, written
     from prime_rl_app.migrate import migrate as translate
     from prime_rl_app.output import counted
+    from prime_rl_app.resolve import check_settings
     from prime_rl_app.sft import without_data
 
     whole: dict[str, Any] = {}
@@ -64,7 +65,7 @@ def migrate(
 
     problems = []
     try:
-        build_config(without_data(migration.table))
+        check_settings(build_config(without_data(migration.table)))
     except ConfigError as error:
         problems = explained(str(error), [output] if output else []).splitlines()
     for problem in problems:

@@ -134,7 +134,8 @@ class SourceConfig(Settings):
     """The verifiers harness (``id`` and its settings). None: the one the taskset brings, else
     the ``harness`` of ``[orchestrator.train]`` or ``[orchestrator.eval]``."""
     timeout: PositiveFloat | None = 600.0
-    """Seconds until a rollout counts as failed. None: no limit."""
+    """Seconds until a rollout counts as failed; those in which colocated engines sleep do not
+    count. None: no limit."""
     max_turns: PositiveInt | None = None
     """Turns after which a rollout is stopped. None: the taskset's limit."""
     on_overlong: Literal["truncate", "fail"] = "truncate"

@@ -18,7 +18,7 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.config.orchestrator import EvalSamplingConfig
 from prime_rl.env.authors import errors_of_env
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult, readable
+from prime_rl.env.limits import AwakeTime
 from prime_rl.env.loading import (
     agents_of,
     fixed_seats,
@@ -224,6 +225,8 @@ class Environment:
         if self.examples.count == 0:
             raise ConfigError(f"{where}: the taskset has no examples; check its args")
 
+        self.awake = AwakeTime()
+        """Time in which the engines are awake, with ``settings.engines_sleep``."""
         self._slots: asyncio.Semaphore | None = None
         self._stack = AsyncExitStack()
         self._clients: dict[ModelEndpoint, Any] = {}
@@ -314,7 +317,10 @@ class Environment:
     async def _episode(self, example: Example, context: ModelContext) -> Episode:
         (slot,) = self._env.slots(example.task, 1)
         # verifiers waits for a slot before the episode begins: its timeout has not begun either.
-        return await self._env.run_slot(slot, context, self._slots)
+        if not self.settings.engines_sleep:
+            return await self._env.run_slot(slot, context, self._slots)
+        async with self._slots or nullcontext(), self.awake.limit(self.settings.timeout):
+            return await self._env.run_slot(slot, context)
 
     def take_metrics(self) -> Mapping[str, float]:
         return {}

@@ -72,6 +72,9 @@ class EnvSettings:
     """Those of them that ``past`` plays."""
     past: ModelEndpoint | None = None
     """The engine of earlier versions. None: it does not run, because nothing is played."""
+    engines_sleep: bool = False
+    """The engines sleep while the trainer steps. That time does not count, so the ``Environment``
+    limits its episodes, and verifiers does not."""
 
     @classmethod
     def of(cls, env: SourceConfig, **others: Any) -> EnvSettings:

@@ -383,7 +383,8 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     }
 
     table["interception"] = dict(INTERCEPTION)
-    table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
+    episode = None if settings.engines_sleep else settings.timeout
+    table["timeout"] = {"episode": episode, "finalize": settings.timeout}
 
     for name, default in seats.items():
         args = settings.args.get(name, {})

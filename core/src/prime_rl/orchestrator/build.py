@@ -560,17 +560,21 @@ def _environment(
         renderer=shared.renderer,
         tokenizer_path=Path(shared.run.launch.model_path),
         past=endpoint,
+        engines_sleep=shared.run.config.deployment.colocated,
     )
 
     # The env's own number overrides the shared one, even if it is 0.
     shared_number = shared.run.config.orchestrator.env_workers
     if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
-        return Environment(settings)
+        environment = Environment(settings)
+        environment.awake = engines.awake
+        return environment
 
     make_environment = installed(ENV_WORKERS, "prime-rl-env-workers")
     made: Environment = make_environment(
         settings, env, config=shared.run.config, run_dir=shared.run.run_dir
     )
+    made.awake = engines.awake
     return made
 
 

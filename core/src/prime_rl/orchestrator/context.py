@@ -17,6 +17,7 @@ from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.entries import entries, load_entry
 from prime_rl.env.environment import Environment
+from prime_rl.env.limits import AwakeTime
 from prime_rl.errors import BranchFailed, ConfigError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, FrozenPool
@@ -132,6 +133,8 @@ class Engines:
     (``initial``), if an algorithm asks for them."""
     past: PastPolicies | None = None
     """Earlier versions, if an agent or an algorithm meets them."""
+    awake: AwakeTime = field(default_factory=AwakeTime)
+    """Limits of episodes, which colocated engines interrupt."""
 
     @property
     def fleets(self) -> list[Fleet]:

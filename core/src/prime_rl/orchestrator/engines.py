@@ -99,6 +99,9 @@ class EngineKeeper(Observer):
         for engine in self.engines.earlier.values():
             await engine.follow(version)
 
+    def version_served(self, version: int) -> None:
+        self.engines.awake.go_on()
+
     async def batch_leaves(self, step: int) -> None:
         """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight
         stay there; work that needs the present version is completed first."""
@@ -113,5 +116,6 @@ class EngineKeeper(Observer):
         # Observers finish their work on the present weights while the engines are awake.
         for observer in self._installed:
             await observer.version_pending(step)
+        self.engines.awake.stop()
         await self.engines.fleet.sleep()
         self.context.waited.add("time/sleep_engines", started)

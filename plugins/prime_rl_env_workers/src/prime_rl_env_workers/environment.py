@@ -123,7 +123,7 @@ class WorkerEnvironment(Environment):
         limits = WorkerLimits(
             table.hang_timeout,
             memory,
-            timeout=self.settings.timeout,
+            timeout=None if self.settings.engines_sleep else self.settings.timeout,
             start_timeout=table.start_timeout,
             max_episodes=self.max_episodes,
         )
@@ -170,7 +170,9 @@ class WorkerEnvironment(Environment):
         if self.pool is None:
             return await super()._episode(example, context)
         data = example.task.data.model_dump(mode="json")
-        episode: Episode = await self.pool.run(context, data)
+        asleep = self.settings.engines_sleep
+        held = self.awake.limit(self.settings.timeout) if asleep else None
+        episode: Episode = await self.pool.run(context, data, held)
         return episode
 
     def take_metrics(self) -> Mapping[str, float]:

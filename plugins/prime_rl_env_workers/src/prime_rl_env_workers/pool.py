@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class WorkerLimits:
     max_memory: float
     """Bytes."""
     timeout: float | None
-    """Seconds of an episode, which the worker watches too."""
+    """Seconds of an episode, which the worker watches too. None: no limit here."""
     start_timeout: float = 1800.0
     """Seconds."""
     max_episodes: int | None = None
@@ -153,20 +153,28 @@ class Pool:
         if self._folder is not None:
             self._folder.remove()
 
-    async def run(self, context: ModelContext, data: dict[str, Any]) -> Any:
-        """One episode, as verifiers' ``WireEpisode``. Raises ``WorkerLost`` if its worker ends,
-        ``TimeoutError``, and ``BadResult`` with the reason of the worker."""
+    async def run(
+        self,
+        context: ModelContext,
+        data: dict[str, Any],
+        held: AbstractAsyncContextManager[None] | None = None,
+    ) -> Any:
+        """One episode, as verifiers' ``WireEpisode``. ``held``: a limit from its beginning, if not
+        ``WorkerLimits.timeout``. Raises ``WorkerLost`` if its worker ends, ``TimeoutError``, and
+        ``BadResult`` with the reason of the worker."""
         # An episode that waits here has not begun: neither the worker nor we count its time.
         worker = await self._least_busy(self.limits.max_episodes)
         limit = None if self.limits.timeout is None else self.limits.timeout + LATE_SECONDS
         worker.inflight += 1
         try:
-            async with asyncio.timeout(limit):
+            async with held or nullcontext(), asyncio.timeout(limit):
                 episode = await worker.client.run(
                     context.client, context.model, context.sampling, data
                 )
             return episode
         except TimeoutError:
+            if self.limits.timeout is None:  # that of `held`
+                raise
             raise TimeoutError(
                 f"{worker.name} gave no result {LATE_SECONDS:g} s after the env's timeout of "
                 f"{self.limits.timeout:g} s: the rollout does not end when it is cancelled"

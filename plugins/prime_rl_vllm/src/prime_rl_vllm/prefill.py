@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import signal
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -28,8 +29,7 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 3600
 """For which a prefill engine keeps KV that has not been taken over. Then vLLM frees it and does not
 tell the other engine, which would read the KV of another prompt. The lease is renewed while that
-engine makes steps, so it has to be longer than any pause. KV whose client leaves at the moment of
-the hand-over stays for as long."""
+engine makes steps, so it has to be longer than any pause."""
 POLL_SECONDS = 0.5
 HOLD_SECONDS = 0.005
 
@@ -87,21 +87,67 @@ def hand_over_prompts(state: State) -> None:
     async def generate(
         prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        where = None
-        if _can_hand_over(prompt, sampling_params):
+        if not _can_hand_over(prompt, sampling_params):
+            prefill = None
+            where = None
+        else:
             number = running.index(min(running))
             running[number] += 1
+            prefill = asyncio.create_task(_prefill(state, number, prompt, request_id, **kwargs))
+            prefill.add_done_callback(lambda _: count_down(number))
             try:
-                where = await _prefill(state, number, prompt, request_id, **kwargs)
-            finally:
-                running[number] -= 1
+                # vLLM keeps a computed prompt until it is taken over, so an abort could come too
+                # late: the prompt is computed to its end.
+                where = await asyncio.shield(prefill)
+            except asyncio.CancelledError:
+                release(prefill, prompt, request_id)
+                raise
 
         sampling_params = _with_transfer(sampling_params, where)
-        async with aclosing(inner(prompt, sampling_params, request_id, **kwargs)) as outputs:
-            async for output in outputs:
-                yield output
+        try:
+            async with aclosing(inner(prompt, sampling_params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    yield output
+        except (ValueError, TypeError):  # refused before it is added to the engine
+            if prefill is not None:
+                release(prefill, prompt, request_id)
+            raise
+
+    def count_down(number: int) -> None:
+        running[number] -= 1
+
+    def release(prefill: asyncio.Task[dict[str, Any] | None], prompt: Any, request_id: str) -> None:
+        task = asyncio.create_task(_release(inner, prefill, prompt, request_id))
+        state.pending.add(task)
+        task.add_done_callback(state.pending.discard)
 
     state.engine.generate = generate
+
+
+async def _release(
+    generate: Any,
+    prefill: asyncio.Task[dict[str, Any] | None],
+    prompt: Mapping[str, Any],
+    request_id: str,
+) -> None:
+    """Take over a prompt that is not needed any more, so that the prefill engine frees its KV."""
+    from vllm import SamplingParams
+
+    where = await prefill
+    if where is None:
+        return
+
+    # A salt of its own: no other request finds what is taken over here.
+    tokens = {
+        "prompt_token_ids": prompt["prompt_token_ids"],
+        "cache_salt": f"left:{uuid.uuid4().hex}",
+    }
+    params = _with_transfer(SamplingParams(max_tokens=1, detokenize=False), where)
+    try:
+        async for _ in generate(tokens, params, f"{request_id}-left"):
+            pass
+    except Exception as error:  # the engine has died, and the server ends
+        log.warning("KV of a prompt was not released: %s: %s", type(error).__name__, error)
 
 
 def _can_hand_over(prompt: Any, sampling_params: Any) -> bool:
@@ -174,8 +220,8 @@ async def hold_prefill(state: State, engine: Any) -> None:
     runs then ends before its workers load weights.
     """
     pausing = asyncio.create_task(engine.pause_generation(mode="keep", clear_cache=False))
-    state.holding.add(pausing)
-    pausing.add_done_callback(state.holding.discard)
+    state.pending.add(pausing)
+    pausing.add_done_callback(state.pending.discard)
     while not await engine.is_paused():
         await asyncio.sleep(HOLD_SECONDS)
 

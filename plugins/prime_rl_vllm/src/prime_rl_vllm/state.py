@@ -49,8 +49,9 @@ class State:
     """Duration of the last update, from request to answer."""
     reporting: asyncio.Task[None] | None = None
     watching: asyncio.Task[None] | None = None
-    holding: set[asyncio.Task[None]] = field(default_factory=set)
-    """Pauses of prefill engines that vLLM does not call complete yet."""
+    pending: set[asyncio.Task[None]] = field(default_factory=set)
+    """What nobody waits for: pauses of prefill engines that vLLM does not call complete yet, and
+    prompts whose client has left."""
     admin: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One admin request at a time."""
 

@@ -147,7 +147,7 @@ def repack(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             method.process_weights_after_loading(module)
         if isinstance(method, UnquantizedFusedMoEMethod):
