@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl import ConfigError
 from prime_rl_app.cli import main
-from prime_rl_app.errors import explained, lines_of_keys
+from prime_rl_app.config import load_config
+from prime_rl_app.errors import KeySource, explained, lines_of_keys
 
 TOML = '''# a comment = 1
 max_steps = 3
@@ -65,6 +67,137 @@ def test_an_error_has_the_line_of_the_file_that_set_the_key_last(tmp_path):
     ]
     said = explained("seed: bad", [*arguments, "--seed", "3"])
     assert said == "command line: seed: bad"
+
+
+BASE = """
+[model]
+name = "tiny-reverse"
+[orchestrator]
+batch_size = 8
+[[orchestrator.train.env]]
+id = "a"
+[[orchestrator.train.env]]
+id = "b"
+[[orchestrator.post_batch_filters]]
+type = "zero_advantage"
+"""
+TABLE = "expected a table of keys"
+TRAIN = "orchestrator.train.env"
+FILTERS = "orchestrator.post_batch_filters"
+
+
+def refused(words):
+    """What ``prime-rl run`` says of a config that it refuses."""
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, words[len(files) :])
+    return explained(str(caught.value), ["run", *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f'{TRAIN} = ["x"]',
+            [f"1: {TRAIN}.0: {TABLE} (got 'x'). Write [[{TRAIN}]] with id = \"x\""],
+        ),
+        (
+            f'\n{TRAIN} = [\n"x",\n{{ id = "y" }},\n"z"]',
+            [
+                f"2: {TRAIN}.0: {TABLE} (got 'x'). Write [[{TRAIN}]] with id = \"x\"",
+                f"2: {TRAIN}.2: {TABLE} (got 'z'). Write [[{TRAIN}]] with id = \"z\"",
+            ],
+        ),
+        (
+            f'{TRAIN} = "x"',
+            [f"1: {TRAIN}: expected a list (got 'x'). Write [[{TRAIN}]] with id = \"x\""],
+        ),
+        (
+            '[orchestrator]\npost_batch_filters = ["x"]',
+            [f"2: {FILTERS}.0: {TABLE} (got 'x'). Write [[{FILTERS}]] with type = \"x\""],
+        ),
+        (
+            "seed = 1\n[[orchestrator]]\nbatch_size = 3",
+            [
+                f"2: orchestrator: {TABLE} (got [{{'batch_size': 3}}]). Write [orchestrator], in "
+                "single brackets"
+            ],
+        ),
+        ('monitors = ["x"]', [f"1: monitors: {TABLE} (got ['x']). Write [monitors.x]"]),
+        (
+            'trainer.losses = ["x", "y"]',
+            [
+                f"1: trainer.losses: {TABLE} (got ['x', 'y']). Write [trainer.losses.x], "
+                "[trainer.losses.y]"
+            ],
+        ),
+        ('env_vars = ["x"]', [f"1: env_vars: {TABLE} (got ['x'])"]),
+        (
+            'trainer.loss = "x"',
+            [f"1: trainer.loss: {TABLE} (got 'x'). Write trainer.loss.type = \"x\""],
+        ),
+    ],
+)
+def test_a_name_where_a_table_belongs_is_shown_as_toml_at_the_file_that_has_it(
+    tmp_path, text, said
+):
+    base = tmp_path / "base.toml"
+    own = tmp_path / "x.toml"
+    base.write_text(BASE)
+    own.write_text(text + "\n")
+    # ``max_steps`` is missing, which is a line of its own.
+    lines = [each for each in refused([str(base), str(own)]).split("\n") if "max_steps" not in each]
+    assert lines == [f"{own}:{line}" for line in said]
+    # What is advised is TOML, with the value at the place where it was given.
+    for line in lines:
+        advised = line.partition(". Write ")[2]
+        if " with " in advised:
+            table, _, key = advised.partition(" with ")
+            assert tomllib.loads(f"{table}\n{key}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (TRAIN, '["x"]', f"""{TRAIN}.0: {TABLE} (got 'x'). Write --{TRAIN} '[{{id = "x"}}]'"""),
+        (TRAIN, "x", f"""{TRAIN}: expected a list (got 'x'). Write --{TRAIN} '[{{id = "x"}}]'"""),
+        (
+            "trainer.optim",
+            '{"lr": 1e-4',
+            f"""trainer.optim: {TABLE} (got '{{"lr": 1e-4'). It is no JSON: Expecting ',' """
+            "delimiter",
+        ),
+        (
+            "trainer.optim",
+            "{lr = 1, lr = 2}",
+            f"trainer.optim: {TABLE} (got '{{lr = 1, lr = 2}}'). It is no TOML: Duplicate inline "
+            "table key 'lr'",
+        ),
+        (
+            TRAIN,
+            '[{"id": "a"}',
+            f"""{TRAIN}: expected a list (got '[{{"id": "a"}}'). It is no JSON: Expecting ',' """
+            "delimiter",
+        ),
+    ],
+)
+def test_a_value_of_the_command_line_that_is_no_table_says_why(tmp_path, key, value, said):
+    base = tmp_path / "base.toml"
+    base.write_text("max_steps = 1\n" + BASE)
+    lines = refused([str(base), f"--{key}", value]).split("\n")
+    assert lines[0] == f"command line: {said}"
+    assert not any(key in line for line in lines[1:])  # what follows from it is no second problem
+
+
+def test_places_of_what_a_later_file_replaces_are_gone(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text(BASE)
+    second.write_text('[[orchestrator.train.env]]\nid = "z"\n[orchestrator.eval]\ninterval = 1\n')
+    source = KeySource.of(["run", str(first), str(second)])
+    assert source.place(f"{TRAIN}.0.id") == f"{second}:2"
+    assert source.place(f"{TRAIN}.1.id") is None and "env b" not in source.places
+    assert source.place("orchestrator.batch_size") == f"{first}:5"
+    assert source.place(f"{FILTERS}.0.type") == f"{first}:11"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ _OF_ENV = re.compile(r"^env '(?P<label>[^']*)': (?P<rest>.*)$", re.DOTALL)
 _COMMAND = re.compile(r"^#.*?(?P<command>prime-rl run .*\.toml)\s*$", re.MULTILINE)
 _KNOWN = re.compile(r"known here: (?P<keys>[\w, ]+)$")
 _AS_IN_A_FILE = re.compile(r'Write (?P<key>[\w.]+) = "(?P<value>[\w./-]+)"$')
+_TABLES_IN_A_FILE = re.compile(r"Write \[\[(?P<key>[\w.]+)\]\] with (?P<entry>\w+ = .*)$")
 _TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*")(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
 
@@ -117,11 +118,13 @@ class KeySource:
             if word.endswith(".toml") and Path(word).is_file():
                 files.append(word)
                 text = Path(word).read_text("utf-8-sig", errors="replace")
+                with suppress(PrimeRLError):
+                    above = read_toml(Path(word))
+                    places = _without_replaced(places, above)
+                    table = merge(table, above)
                 places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
                 labels = {f"env {label}": key for label, key in _labels(text)}
                 places |= {label: places[key] for label, key in labels.items() if key in places}
-                with suppress(PrimeRLError):
-                    table = merge(table, read_toml(Path(word)))
 
         overridden = set()
         bare = set()
@@ -147,13 +150,15 @@ class KeySource:
             return COMMAND_LINE
         if problem.startswith(NOT_GIVEN) and key not in self.places:
             return self._place_of_table(key.rpartition(".")[0])
-        file_place = self.places.get(key) or self._place_in_a_list(key)
+        file_place = (
+            self.places.get(key) or self.places.get(f"{key}.0") or self._place_in_a_list(key)
+        )
         in_command_line = any(each.startswith(f"{key}.") for each in self.overridden)
         in_file = any(each.startswith(f"{key}.") for each in self.places)
         if in_command_line and not in_file:
             return COMMAND_LINE
-        if file_place is None and key in self.values:  # in an inline table
-            outer = key
+        if file_place is None and (key in self.values or self._is_in_a_value(key)):
+            outer = key  # an inline table or a list
             while outer and file_place is None:
                 outer = outer.rpartition(".")[0]
                 file_place = self.places.get(outer)
@@ -162,6 +167,11 @@ class KeySource:
     def is_overridden(self, key: str) -> bool:
         """Whether the command line set the key, or a table that it is in."""
         return any(key == each or key.startswith(f"{each}.") for each in self.overridden)
+
+    def _is_in_a_value(self, key: str) -> bool:
+        """Whether a key is an entry of a list that has no tables."""
+        parts = key.split(".")
+        return any(".".join(parts[:depth]) in self.values for depth in range(1, len(parts)))
 
     def _place_of_table(self, table: str) -> str | None:
         """Where a table begins, or the first of the dotted keys that make it."""
@@ -178,6 +188,29 @@ class KeySource:
         """The place of a key whose message leaves out the number of its list entry."""
         places = [place for each, place in self.places.items() if without_numbers(each) == key]
         return places[0] if len(places) == 1 else None
+
+
+def _without_replaced(places: Mapping[str, str], above: Mapping[str, Any]) -> dict[str, str]:
+    """The places of keys without those in lists and values that a file ``above`` replaces whole."""
+    replaced = [key for key, value in _values(above) if not isinstance(value, dict)]
+    gone = [
+        key for key in places if any(key == each or key.startswith(f"{each}.") for each in replaced)
+    ]
+    of_gone = {places[key] for key in gone}
+    return {
+        key: place
+        for key, place in places.items()
+        if key not in gone and not (key.startswith("env ") and place in of_gone)
+    }
+
+
+def _values(table: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a table, except what is in lists."""
+    for key, value in table.items():
+        dotted = f"{place}.{key}".lstrip(".")
+        yield dotted, value
+        if isinstance(value, dict):
+            yield from _values(value, dotted)
 
 
 def leaves(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -202,6 +235,7 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
     from prime_rl_app.cli.run import split_arguments
     from prime_rl_app.resolve import check
 
+    refused: tuple[str, ...] = ()
     try:
         files, overrides = split_arguments(list(arguments))
         table: dict[str, Any] = {}
@@ -212,7 +246,13 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
         if config is not None and any(line.startswith(refused) for line in known):
             check(fitted(config)[0])
     except PrimeRLError as error:
-        return [line for line in str(error).split("\n") if line not in known]
+        # What is missing in a table because that was left out is no further problem.
+        inside = tuple(f"{each.removesuffix(': ')}." for each in refused)
+        return [
+            line
+            for line in str(error).split("\n")
+            if line not in known and not line.startswith((*refused, *inside))
+        ]
 
     return []
 
@@ -281,6 +321,7 @@ def _explained(line: str, source: KeySource) -> Iterator[str]:
         place = source.place(each, parsed["problem"])
         if place == COMMAND_LINE:
             said = _AS_IN_A_FILE.sub(r"Write --\g<key> \g<value>", said)
+            said = _TABLES_IN_A_FILE.sub(r"Write --\g<key> '[{\g<entry>}]'", said)
         yield said if place is None else f"{place}: {said}"
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import json
+import re
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -74,12 +77,62 @@ def _line(problem: Any, model: type[BaseModel], where: str, refused: Collection[
         way_out = f""". Write it in quotes: "{value}", and '"{value}"' in a shell"""
     elif reason == EXPECTED["list_type"] and is_scalar(value) and not isinstance(value, str):
         way_out = f". Write it in brackets: [{value}]"
-    elif reason == EXPECTED["model_type"] and isinstance(value, str):
-        name = next((key for key in ("type", "name") if key in fields_at(model, location)), None)
-        way_out = f'. Write {place}.{name} = "{value}"' if name else ""
+    elif reason in EXPECTED.values() and isinstance(value, str) and value[:1] in ("{", "["):
+        way_out = _way_out_of_text(value)
+    elif reason in EXPECTED.values():
+        fields = fields_at(model, location)
+        way_out = _way_out_of_no_table(value, place, kind=problem["type"], fields=fields)
+        if is_value and location and _has_tables(known.get(location[-1])):
+            way_out = _way_out_of_names(value, place)
 
     actual = "" if f"got {value!r}" in reason else f" (got {value!r})"
     return f"{place}: {reason}{actual}{way_out}"
+
+
+def _way_out_of_no_table(value: Any, place: str, kind: str, fields: Collection[str]) -> str:
+    """What to write for a table, or a list of tables, that was given as something else. ``kind``:
+    pydantic's name of the error; ``fields``: those of the table."""
+    name = next((key for key in ("id", "type", "name") if key in fields), None)
+    if isinstance(value, str) and name and kind != "dict_type":
+        text = json.dumps(value, ensure_ascii=False)
+        table, _, number = place.rpartition(".")
+        if number.isdecimal():
+            return f". Write [[{table}]] with {name} = {text}"
+        if EXPECTED[kind] == EXPECTED["list_type"]:
+            return f". Write [[{place}]] with {name} = {text}"
+        return f". Write {place}.{name} = {text}"
+
+    is_table = EXPECTED[kind] == EXPECTED["model_type"]
+    if isinstance(value, list) and value and is_table and all(isinstance(v, dict) for v in value):
+        return f". Write [{place}], in single brackets"
+    return ""
+
+
+def _has_tables(info: FieldInfo | None) -> bool:
+    """Whether a field has tables by name: ``[monitors.wandb]``."""
+    arguments = get_args(info.annotation) if info else ()
+    return len(arguments) == 2 and (
+        get_origin(arguments[1]) is dict or _model_in(arguments[1]) is not None
+    )
+
+
+def _way_out_of_names(value: Any, place: str) -> str:
+    """What to write for tables by name that were given as a name or a list of names."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        return ""
+    return f". Write {', '.join(f'[{place}.{each}]' for each in names)}" if names else ""
+
+
+def _way_out_of_text(text: str) -> str:
+    """What is wrong with the text of a table or list, which a command line gives as one."""
+    is_json = re.search(r'"\s*:', text) is not None
+    try:
+        json.loads(text) if is_json else tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(" (at ")[0].partition(": line ")[0]
+        return f". It is no {'JSON' if is_json else 'TOML'}: {reason}"
+    return ". Write it without quotes around it"
 
 
 def _way_out_of_missing(
