@@ -10,7 +10,8 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ranks_cases
@@ -21,6 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_fixtures import kernel_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -31,8 +34,9 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import load_plugins
 from prime_rl.registry.offers import make_optimizer
+from prime_rl.trainer import expert_ranks, parallel
 from prime_rl.trainer.expert_balance import LOADS
-from prime_rl.trainer.expert_ranks import ExpertRanks
+from prime_rl.trainer.expert_ranks import ExpertRanks, Gathering
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.rank import Rank
@@ -598,3 +602,58 @@ def test_an_expert_has_its_place_at_the_rank_of_the_group_that_computes_it() -> 
     by_place = [0, 1, 4, 5, 2, 3, 6, 7]
     places = groups.places(torch.tensor([by_place, by_place[::-1]]), num_experts=8)
     assert places.tolist() == [[*range(8)], [*reversed(range(8))]]
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.size = max(self.size, result.numel())
+        return result
+
+
+def test_a_backward_pass_sums_trained_weights_alone_and_unused_ones_as_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks share experts, and both have the same numbers: a sum is twice a rank's own. A
+    weight that a rank did not use takes part, as the other rank waits for it."""
+    done = SimpleNamespace(wait=lambda: None)
+    summed = []
+
+    def all_gather(whole: Tensor, part: Tensor, **_: Any) -> Any:
+        whole.copy_(torch.cat([part, part]))
+        return done
+
+    def reduce_scatter(part: Tensor, whole: Tensor, **_: Any) -> Any:
+        summed.append(tuple(whole.shape))
+        part.copy_(2 * whole[: len(part)])
+        return done
+
+    groups = ExpertRanks(
+        num_ranks=1, num_shards=2, travel=None, sharing=None, reduces_in=torch.float32
+    )
+    monkeypatch.setattr(expert_ranks, "_ranks", groups)
+    monkeypatch.setattr(parallel, "all_gather", all_gather)
+    monkeypatch.setattr(parallel, "reduce_scatter", reduce_scatter)
+    frozen = torch.ones(2, 64, 64)
+    used = torch.ones(2, 3, requires_grad=True)
+    unused = torch.ones(2, 5, requires_grad=True)
+    weights = [SimpleNamespace(to_local=lambda part=part: part) for part in (frozen, used, unused)]
+
+    here = Gathering(cast(Any, weights), dtype=torch.bfloat16).wait()
+    inputs = torch.ones(4, 1, 64, dtype=torch.bfloat16)
+    products = (inputs @ here.all[0]).sum(dim=(1, 2))  # 64 * 64 each
+    loss = (products * here.all[1].sum(dim=1)).sum()
+    with Largest() as largest:
+        of_used, of_unused = torch.autograd.grad(loss, (used, unused))
+
+    torch.testing.assert_close(of_used, torch.full((2, 3), 2.0 * 64 * 64))
+    torch.testing.assert_close(of_unused, torch.zeros(2, 5))
+    assert summed == [(4, 3), (4, 5)]
+    assert largest.size < 4 * 64 * 64  # of the frozen experts that were gathered

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_rl import ConfigError, Engine, PluginConfig
 from prime_rl.config.run import RunConfig
@@ -221,6 +222,24 @@ def test_gathered_experts_stay_until_the_backward_pass_of_blocks_that_are_not_re
     assert gathered("middle", activation_checkpointing=1) == half
 
 
+def test_kept_weights_are_gathered_once_per_step_and_experts_of_other_groups_for_each_row() -> None:
+    """Of one layer and the second of two rows: four ranks in groups of two, which gather half of
+    the experts and sum its gradients."""
+    costs = []
+    for layers in (2, 3):
+        settings = {"expert_parallel": 2, "reshard_after_forward": False}
+        request = request_of(4, layers, MODEL, **settings) | {"rows": 2}
+        costs.append(measure.answer(request)["costs"])
+
+    tokens = 4 * TOKENS * MODEL["num_experts_per_tok"] * HIDDEN * HALF
+    assert over_the_network(*costs) == {
+        f"update_network/{SHARED}/4/4": (ATTENTION + ROUTER) * HALF,
+        f"rows_network/{SHARED}/4/4": (ATTENTION + ROUTER) * FULL,
+        f"rows_network/{SENT}/2/3": EXPERTS / 2 * (HALF + FULL),
+        f"rows_network/{SENT}/2/2": tokens,
+    }
+
+
 @pytest.mark.slow
 def test_ranks_of_a_row_exchange_heads_and_hold_a_part_of_the_activations() -> None:
     """Forward: queries, keys and values to the ranks of their heads, and the output back; the
@@ -282,6 +301,26 @@ def test_traffic_takes_the_wire_that_its_group_spans() -> None:
     assert seconds["network"] == pytest.approx(30 / 450 + 1 / 50)
     longer = times(facts(2, costs | {"rows_seconds": 1.0}), 0)
     assert longer["train"] == pytest.approx(3 + 9 / 450 + 0.01)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_traffic_is_between_machines_if_any_group_of_its_kind_is_of_two(
+    nodes: int, size: int, stride: int
+) -> None:
+    """24 ranks, of which rank 0's group is known: the others are alike, in a mesh. With three
+    machines of eight, ranks 6 to 11 are on two."""
+    ranks = 24
+    costs = {
+        "rows_seconds": 0.0,
+        "update_seconds": 0.0,
+        f"rows_network/sent/{size}/{(size - 1) * stride + 1}": 1e9,
+    }
+    groups = torch.arange(ranks).reshape(-1, size, stride).transpose(1, 2).reshape(-1, size)
+    machines = [{rank // (ranks // nodes) for rank in group} for group in groups.tolist()]
+    (found,) = traffic(facts(nodes, costs, ranks=ranks))
+    assert found.between_machines == any(len(each) > 1 for each in machines)
 
 
 def test_each_optimizer_step_of_a_batch_sums_over_the_copies_and_updates() -> None:

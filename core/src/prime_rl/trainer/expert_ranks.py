@@ -154,9 +154,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *parts: Tensor) -> tuple[Tensor, ...]:
+        # Else autograd makes zeros as large as all frozen experts, which nothing reads.
+        ctx.set_materialize_grads(False)
         ctx.ranks = gathering.ranks
         ctx.dtypes = [part.dtype for part in parts]
         wholes = gathering.finish()
+        ctx.sizes = [whole.size() for whole in wholes]
+        ctx.device = wholes[0].device
         trained = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(
             *(whole for whole, trains in zip(wholes, trained, strict=True) if not trains)
@@ -165,16 +169,19 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ranks = ctx.ranks
         sums: list[Tensor | None] = []
         pending = []
-        for grad, trains in zip(grads, ctx.needs_input_grad[1:], strict=True):
+        for grad, size, trains in zip(grads, ctx.sizes, ctx.needs_input_grad[1:], strict=True):
             if not trains:
                 sums.append(None)
                 continue
-            rounded = grad.to(ranks.reduces_in).contiguous()
-            part = rounded.new_empty(len(grad) // ranks.num_shards, *grad.shape[1:])
+            if grad is None:  # of a weight that is not used here; the other ranks may have one
+                rounded = torch.zeros(size, dtype=ranks.reduces_in, device=ctx.device)
+            else:
+                rounded = grad.to(ranks.reduces_in).contiguous()
+            part = rounded.new_empty(len(rounded) // ranks.num_shards, *rounded.shape[1:])
             work = parallel.reduce_scatter(part, rounded, group=ranks.sharing, async_op=True)
             sums.append(part)
             pending.append(work)

@@ -431,9 +431,8 @@ TRAFFIC = re.compile(rf"(rows|update)_network/({SHARED}|{SENT})/(\d+)/(\d+)")
 
 
 def traffic(facts: PlanFacts) -> list[Traffic]:
-    """Of a rank and step, by kind and wire. Ranks are numbered machine by machine, so a group that
-    spans more ranks than a machine has is of several: then every byte counts as one between
-    machines."""
+    """Of a rank and step, by kind and wire. If any group of a mesh is of several machines, every
+    byte of such groups counts as one between machines: a step is as slow as the slowest."""
     sums = defaultdict[tuple[str, bool], float](float)
     on_machine = facts.ranks // facts.config.deployment.trainer_nodes
     for key, moved in facts.measured["costs"].items():
@@ -441,9 +440,13 @@ def traffic(facts: PlanFacts) -> list[Traffic]:
         if match is None:
             continue
         size, span = int(match[3]), int(match[4])
+        # Ranks are numbered machine by machine. Those of a group have equal distances, and as many
+        # groups as the distance fill a block of neighbors. A machine has whole blocks, or parts.
+        distance = (span - 1) // max(size - 1, 1)
+        crosses = on_machine % (distance * size or 1) > 0
         leaves = moved * (size - 1) / size
         number = facts.computed_rows if match[1] == "rows" else facts.num_updates
-        sums[match[2], span > on_machine] += leaves * number
+        sums[match[2], crosses] += leaves * number
 
     wires = {True: NETWORK, False: facts.machines.link or NETWORK}
     return [

@@ -183,12 +183,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moves = fresh or func._schema.is_mutable or func.namespace == "c10d"
         if self.charges and moves:
             self._charge(func, name, args, read=read, made=made)
-        elif self.charges_gathering and name == "_allgather_base_":
+        elif self._gathers_for_step(name):
             region = self.region
             self.region = "update"
             self._charge(func, name, args, read=read, made=made)
             self.region = region
         return result
+
+    def _gathers_for_step(self, name: str) -> bool:
+        """Whether an operation gathers weights that stay for all rows. Experts of other groups are
+        gathered for each row, and so are the parts of one: the last row has their costs."""
+        is_gathering = self.charges_gathering and name == "_allgather_base_"
+        return is_gathering and not _in_modules(EXCHANGES)
 
     def _kind(self, func: Any, read: list[Tensor]) -> str:
         if func is aten._to_copy.default:
