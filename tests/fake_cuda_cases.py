@@ -44,7 +44,7 @@ from prime_rl.registry.offers import (
     make_tuning,
 )
 from prime_rl.streams import COMPUTED, STREAMS, TOP_IDS
-from prime_rl.trainer import update
+from prime_rl.trainer import parallel, update
 from prime_rl.trainer.file_writer import FileWriter
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.parallel import stream_to_main
@@ -172,6 +172,21 @@ def steps(
         "copied": copied(recorder, trainer),
         "staged": staged(recorder, trainer),
     }
+
+
+def experts_at_home(folder: Path) -> dict[str, Any]:
+    """Where a colocated trainer fills its weights while engines hold the GPU."""
+    filled: set[str] = set()
+    fill = parallel.fill
+
+    def look(part: torch.Tensor, value: torch.Tensor) -> None:
+        filled.add(str(part.device))
+        fill(part, value)
+
+    with fake_ranks(4), mock.patch.object(parallel, "fill", look):
+        trainer = make_trainer(moe, {"expert_parallel": 2}, folder, colocated=True)
+    resident = {str(each.device) for each in trainer.policy.resident}
+    return {"filled": sorted(filled), "resident": sorted(resident)}
 
 
 def in_turns(recorder: Recorder, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -324,6 +339,7 @@ def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, 
     return {
         "dense": case(),
         "in turns": lambda: in_turns(recorder, folder),
+        "experts in turns": lambda: experts_at_home(folder),
         "float32": case(dtype="float32"),
         "recompute": case(activation_checkpointing=1),
         "lora": case(lora={"rank": 4}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ import ranks_cases
 import torch
 import warm
 from family_models import FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -543,12 +546,38 @@ def test_expert_parallel_is_off_by_default() -> None:
     assert TrainerConfig().expert_parallel is False
 
 
+@pytest.mark.parametrize("given", [1, "1", 1.0])
+def test_the_number_one_gathers_and_is_not_true(given: Any) -> None:
+    config = TrainerConfig.model_validate({"expert_parallel": given})
+    assert config.expert_parallel is not True and not config.sends_tokens
+
+
+@given(ranks=st.integers(1, 24), experts=st.integers(1, 24), size=st.integers(2, 24))
+def test_the_layouts_that_a_refusal_names_are_accepted(ranks: int, experts: int, size: int) -> None:
+    def refused(**trainer: Any) -> str:
+        config = TrainerConfig.model_validate(trainer)
+        try:
+            config.check_layout("m", num_ranks=ranks, num_heads=4, num_experts=experts)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    said = refused(expert_parallel=size)
+    copies = re.search(r"dp_replicate (?:to|as) one of \[(.*?)\]", said)
+    value = True if "to true with dp_replicate" in said else size
+    for number in copies[1].split(", ") if copies and copies[1] else ():
+        assert not refused(expert_parallel=value, dp_replicate=int(number)), said
+    sizes = re.search(r"does not divide the \d+ ranks.* Set it to one of \[(.*?)\]", said)
+    for number in sizes[1].split(", ") if sizes and experts % ranks == 0 else ():
+        assert not refused(expert_parallel=int(number)), said
+
+
 @pytest.mark.parametrize(
     ("trainer", "num_experts", "said"),
     [
         ({"expert_parallel": 3}, 6, r"3, which does not divide the 4 ranks.* one of \[1, 2, 4\]"),
         ({"expert_parallel": 16}, 64, r"16, which does not divide the 4 ranks"),
-        ({"expert_parallel": 4}, 6, r"4, which does not divide the 6 experts.* one of \[1, 2\]"),
+        ({"expert_parallel": 4}, 6, r"4, which does not divide the 6 .* to 1,.* one of \[4\]"),
         ({"expert_parallel": 2}, 6, r"6 experts.* 4 ranks share.* dp_replicate to one of \[4\]"),
         ({"expert_parallel": 2}, 8, ""),
     ],

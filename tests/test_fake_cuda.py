@@ -113,6 +113,12 @@ def test_in_turns_the_trainer_holds_the_gpu_for_its_step_only(found: dict[str, A
     assert result["float32_products"] == {}
 
 
+def test_in_turns_experts_are_made_on_the_host_too(found: dict[str, Any]) -> None:
+    """Engines have the GPU's memory when a colocated trainer starts."""
+    result = case(found, "experts in turns")
+    assert (result["filled"], result["resident"]) == (["cpu"], ["cpu"])
+
+
 def test_in_turns_the_state_moves_through_pinned_memory_that_is_kept(found: dict[str, Any]) -> None:
     result = case(found, "in turns")
     number, all_pinned = result["places"]["new buffers 1"]

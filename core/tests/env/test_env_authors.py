@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from verifiers.v1.utils import loaders
 
 from prime_rl import ConfigError
 from prime_rl.env.environment import Environment, ExampleFailed
@@ -170,3 +171,16 @@ def test_a_check_or_hook_of_a_package_names_its_line(
         for name in ("packed_env", f"packed_env.{module}"):
             sys.modules.pop(name, None)
     assert str(caught.value) == (f"{where}: {module} raised {RAISES[statement]} (line 2 of {path})")
+
+
+def test_a_frame_that_a_wrapper_hides_is_not_the_envs(authored, monkeypatch):
+    path = authored(IMPORT, "1 / 0")
+    find = loaders._import_plugin
+
+    def wrapper(*plugin):
+        __tracebackhide__ = True
+        return find(*plugin)
+
+    monkeypatch.setattr(loaders, "_import_plugin", wrapper)
+    with pytest.raises(ConfigError, match=rf"module authored_env raised .* \(line 1 of {path}\)"):
+        environment()

@@ -88,3 +88,9 @@ def test_an_episode_that_does_not_end_at_its_limit_delays_no_other() -> None:
 
     end, error = skipping(Clock(), main)
     assert end == -1007 and isinstance(error, TimeoutError)
+
+
+async def test_a_time_out_of_the_episodes_own_keeps_its_text() -> None:
+    with pytest.raises(TimeoutError, match=r"^the tool$"):
+        async with AwakeTime().limit(60.0):
+            raise TimeoutError("the tool")

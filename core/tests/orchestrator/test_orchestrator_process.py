@@ -109,7 +109,8 @@ async def test_a_taskset_that_cannot_be_imported_fails_before_the_model_is_waite
     assert await process._supervised(run_dir, config) == 1
     error = read_status(run_dir / "status" / "orchestrator.json").detail["error"]
     assert error.startswith("env 'a': ")
-    assert "(No module named 'a_helper_beside_the_script'). The processes of a run" in error
+    assert "(No module named 'a_helper_beside_the_script') (line 1 of " in error
+    assert "The processes of a run" in error
     assert "PYTHONPATH" in error
 
 

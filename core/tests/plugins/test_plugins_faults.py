@@ -75,7 +75,9 @@ def error_of(algorithm: type[Algorithm], *plugins: object) -> Exception:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This module belongs to the distribution ``my-dist``."""
     entry = SimpleNamespace(
-        name="mine", module=f"{__name__}.part", dist=SimpleNamespace(name="my-dist", version="0.1")
+        name="mine",
+        value=f"{__name__}.part:Mine",
+        dist=SimpleNamespace(name="my-dist", version="0.1"),
     )
     monkeypatch.setattr(calls, "entries", lambda group: [entry])
 

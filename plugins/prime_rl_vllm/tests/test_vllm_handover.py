@@ -39,6 +39,10 @@ class VLLMClientError(Exception):
     pass
 
 
+class VLLMValidationError(VLLMClientError):
+    """As in vLLM, no ``ValueError``."""
+
+
 @pytest.fixture(autouse=True)
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: dict[str, dict[str, object]] = {
@@ -58,24 +62,39 @@ class Engine:
 
     fault: Exception | None = None
     gate: asyncio.Event | None = None
+    entrance: asyncio.Event | None = None
+    """Before it, no request is added."""
     calls: list[tuple[Any, SamplingParams, dict[str, Any]]] = field(default_factory=list)
     aborted: int = 0
+    released: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     paused_after: int = 0
     """Looks until the scheduler is paused."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        self.calls.append((prompt, sampling_params, {"request_id": request_id} | kwargs))
+        await self.add_request(request_id, prompt, sampling_params, **kwargs)
         try:
             if self.gate is not None:
                 await self.gate.wait()
         except asyncio.CancelledError:
             self.aborted += 1
             raise
+        yield SimpleNamespace(kv_transfer_params=dict(WHERE))
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
+    ) -> None:
         if self.fault is not None:
             raise self.fault
-        yield SimpleNamespace(kv_transfer_params=dict(WHERE))
+        if self.entrance is not None:
+            await self.entrance.wait()
+        self.calls.append((prompt, params, {"request_id": request_id} | kwargs))
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any]
+    ) -> None:
+        self.released.append((request_id, kv_transfer_params))
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
@@ -120,7 +139,8 @@ async def test_the_prompt_is_computed_elsewhere_and_its_kv_taken_over() -> None:
     assert prompt == PROMPT  # the salt too: the prefill engine has a prefix cache
     assert (asked.max_tokens, asked.temperature, asked.detokenize) == (1, 0.0, False)
     assert asked.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
-    assert rest == {"request_id": "name-prefill", "priority": 2}
+    assert rest.pop("request_id").isalnum()
+    assert rest == {"priority": 2}
 
 
 @pytest.mark.parametrize(
@@ -179,40 +199,85 @@ async def test_prompts_go_to_the_prefill_engine_with_the_fewest() -> None:
     await asyncio.gather(*asking)
 
 
-async def test_the_kv_of_a_client_that_leaves_is_taken_over_to_free_it() -> None:
-    """vLLM keeps it for a request that would never come. No other request finds it."""
+async def test_a_clients_name_is_no_part_of_what_engines_say_to_each_other() -> None:
+    """vLLM reads a name that begins with HB: as a sign of life."""
+    prefill = Engine()
+    state = server(prefill)
+    async for _ in state.engine.generate(PROMPT, SamplingParams(), "HB:x,y"):
+        pass
+    ((_, _, rest),) = prefill.calls
+    assert rest["request_id"].isalnum()
+
+
+async def test_the_kv_of_a_client_that_leaves_while_its_prompt_is_computed_is_released() -> None:
     gate = asyncio.Event()
     prefill = Engine(gate=gate)
     state = server(prefill)
     asking = asyncio.create_task(ask(state, PROMPT, SamplingParams()))
     while not prefill.calls:
         await asyncio.sleep(0)
+    await leave(asking)
+    assert prefill.aborted == 0 and not sampling_engine(state).calls
+    gate.set()
+    await assert_released(state)
+
+
+async def test_the_kv_of_a_client_that_leaves_before_its_request_is_added_is_released() -> None:
+    prefill = Engine()
+    state = server(prefill)
+    sampling_engine(state).entrance = asyncio.Event()
+    asking = asyncio.create_task(ask(state, PROMPT, SamplingParams()))
+    while not prefill.calls:
+        await asyncio.sleep(0)
+    for _ in range(5):  # the hand-over
+        await asyncio.sleep(0)
+    await leave(asking)
+    await assert_released(state)
+
+
+async def test_the_kv_of_a_request_that_was_added_is_left_to_the_engine() -> None:
+    """It takes the KV over, or releases it at the abort. Twice would be an error in its log."""
+    state = server(Engine())
+    engine = sampling_engine(state)
+    engine.gate = asyncio.Event()
+    asking = asyncio.create_task(ask(state, PROMPT, SamplingParams()))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    await leave(asking)
+    assert engine.aborted == 1 and not state.pending and not engine.released
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("temperature"), VLLMValidationError("temperature"), RuntimeError("odd")]
+)
+async def test_the_kv_of_a_request_that_is_refused_is_released(error: Exception) -> None:
+    state = server(Engine())
+    sampling_engine(state).fault = error
+    with pytest.raises(type(error), match=str(error)):
+        await ask(state, PROMPT, SamplingParams())
+    await assert_released(state)
+
+
+async def test_a_refused_request_whose_prompt_was_not_handed_over_has_nothing_to_release() -> None:
+    state = server(Engine(fault=VLLMValidationError("too long")))
+    sampling_engine(state).fault = VLLMValidationError("too long")
+    with pytest.raises(VLLMValidationError):
+        await ask(state, PROMPT, SamplingParams())
+    await asyncio.gather(*state.pending)
+    assert not sampling_engine(state).released
+
+
+async def leave(asking: asyncio.Task[SamplingParams]) -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert prefill.aborted == 0 and not sampling_engine(state).calls
-    gate.set()
+
+
+async def assert_released(state: State) -> None:
     await asyncio.gather(*state.pending)
-    assert_released(sampling_engine(state))
-
-
-async def test_the_kv_of_a_request_that_is_refused_is_taken_over_too() -> None:
-    state = server(Engine())
-    engine = sampling_engine(state)
-    engine.fault = ValueError("temperature")
-    with pytest.raises(ValueError, match="temperature"):
-        await ask(state, PROMPT, SamplingParams())
-    engine.fault = None
-    engine.calls.clear()
-    await asyncio.gather(*state.pending)
-    assert_released(engine)
-
-
-def assert_released(engine: Engine) -> None:
-    ((prompt, params, _),) = engine.calls
-    assert prompt["prompt_token_ids"] == PROMPT["prompt_token_ids"]
-    assert prompt["cache_salt"].startswith("left:")
-    assert (params.max_tokens, params.extra_args) == (1, {"kv_transfer_params": WHERE})
+    ((_, where),) = sampling_engine(state).released
+    assert where == WHERE
+    assert not sampling_engine(state).calls  # nothing is computed for it
 
 
 async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> None:

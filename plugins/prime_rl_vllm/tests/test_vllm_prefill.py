@@ -174,6 +174,23 @@ def test_clients_that_leave_take_no_memory_with_them(split: EngineSubject) -> No
     )
 
 
+def test_requests_that_are_refused_leave_no_kv_behind(split: EngineSubject) -> None:
+    """The engine that samples refuses them when their prompt is computed. They are more than a
+    prefill engine holds, which would compute no other prompt until its lease ends."""
+
+    def refused(seed: int) -> int:
+        body = {"model": split.model, "prompt": letters(400, 3000 + seed), "max_tokens": 2}
+        body["logit_bias"] = {"999999": 1}
+        answer = split.http.post("/v1/completions", json=body, headers=split.headers())
+        return answer.status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(refused, range(600))) == {400}
+    before = split.metric(PULLED)
+    split.reply(letters(400, 4000), max_tokens=2)
+    assert split.metric(PULLED) - before == 400
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_divided_server_passes_the_engine_suite(split: EngineSubject, check: str) -> None:
     """The last check ends the server."""

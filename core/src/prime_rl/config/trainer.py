@@ -10,6 +10,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StrictBool,
     model_validator,
 )
 
@@ -255,7 +256,7 @@ class TrainerConfig(PluginTable):
     """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
     rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,
     and keeps ``float32``."""
-    expert_parallel: bool | NonNegativeInt = False
+    expert_parallel: StrictBool | NonNegativeInt = False
     """For a mixture of experts: so many neighboring ranks are a group that has all experts of a
     layer, and tokens travel to them within the group; the groups of a copy share the weights, which
     each gathers. It divides the ranks that share a copy; those of a machine are best. ``true``: all
@@ -377,13 +378,14 @@ class TrainerConfig(PluginTable):
         if num_experts % num_holders == 0:
             return
 
-        fitting = divisors(num_experts)
         group = 1 if self.expert_parallel is True else self.expert_ranks(num_ranks)
+        fitting = divisors(num_experts)
         if group not in fitting:
+            copies = [n for n in divisors(num_ranks) if num_ranks // n in fitting[1:]]
+            others = f", or to true with dp_replicate as one of {copies}" if copies else ""
             raise ConfigError(
                 f"trainer.expert_parallel is {group}, which does not divide the {num_experts} "
-                f"experts per layer. Set it to one of "
-                f"{[size for size in fitting if num_holders % size == 0]}."
+                f"experts per layer. Set it to 1, so that each rank gathers all{others}."
             )
 
         shared = [size for size in fitting if size % group == 0]

@@ -15,6 +15,7 @@ from prime_rl.errors import ConfigError, PrimeRLError, Terminated
 
 OF_LIBRARIES = frozenset({"prime_rl", "verifiers", "pydantic", "importlib", "contextlib"})
 """Packages whose frames lie between a call of ours and the env's own code."""
+HIDDEN = "__tracebackhide__"
 
 
 @contextmanager
@@ -64,7 +65,9 @@ def _own_frames(error: BaseException) -> Iterator[TracebackType]:
     is_own = False
     while frame is not None:
         module = str(frame.tb_frame.f_globals.get("__name__", ""))
-        is_own = is_own or module.partition(".")[0] not in OF_LIBRARIES
+        # The mark by which pytest too leaves out a frame: a plugin's wrapper may have it.
+        is_between = module.partition(".")[0] in OF_LIBRARIES or HIDDEN in frame.tb_frame.f_locals
+        is_own = is_own or not is_between
         if is_own:
             yield frame
         frame = frame.tb_next

@@ -46,13 +46,16 @@ class AwakeTime:
             yield
             return
 
+        limit = asyncio.timeout(None if self._asleep else seconds)
         try:
-            async with asyncio.timeout(None if self._asleep else seconds) as limit:
+            async with limit:
                 self._limits[limit] = seconds
                 try:
                     yield
                 finally:
                     del self._limits[limit]
         except TimeoutError as error:
+            if not limit.expired():  # it is of the episode's own
+                raise
             text = f"the episode exceeded its limit of {seconds:g} s (timeout in the env's table)"
             raise TimeoutError(text) from error

@@ -229,9 +229,9 @@ def make_policy(
     policy.resident_experts = experts
     # Also on one rank in bfloat16: FSDP rounds a block's weights while the block runs.
     if parallel.several_ranks() or half:
-        policy.keeps_gathered = keeps_gathered(
-            config, gathered_bytes(policy, half), memory=_memory(device)
-        )
+        # Ranks that decided differently would have different collectives.
+        memory = min(parallel.gather(_memory(device)))
+        policy.keeps_gathered = keeps_gathered(config, gathered_bytes(policy, half), memory)
         parallel.shard(
             policy,
             set(model._no_split_modules or ()),

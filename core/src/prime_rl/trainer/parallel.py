@@ -379,11 +379,12 @@ def _resident(weight: Tensor, mesh: DeviceMesh, device: torch.device, dtype: tor
     """Memory for this rank's experts of a weight [E, ...], as FSDP would lay them out."""
     num_ranks = mesh.shape[-1]
     shape = (len(weight) // num_ranks, *weight.shape[1:])
-    local = torch.empty(shape, dtype=dtype, device=device)
+    # On meta: a local part on the host would be moved to the GPU, which engines may have now.
+    local = torch.empty(shape, dtype=dtype, device="meta")
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     # Checking would be another collective, and all ranks lay out alike.
-    part: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)
-    return part
+    part = DTensor.from_local(local, mesh, placements, run_check=False)
+    return torch.empty_like(part, device=device)
 
 
 def sum_over_replicas(gradients: Iterable[Tensor | None], dtype: torch.dtype) -> None:

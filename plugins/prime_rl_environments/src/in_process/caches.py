@@ -107,6 +107,7 @@ def while_imported(find: Callable[..., ModuleType]) -> Callable[..., ModuleType]
     known: dict[tuple[str, ...], ModuleType] = {}
 
     def cached(*plugin: str) -> ModuleType:
+        __tracebackhide__ = True  # an error below is of the plugin
         module = known.get(plugin)
         if module is None or sys.modules.get(module.__name__) is not module:
             module = known[plugin] = find(*plugin)

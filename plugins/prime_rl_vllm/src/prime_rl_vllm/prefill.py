@@ -82,7 +82,10 @@ def end_engines(engines: Sequence[Any]) -> None:
 def hand_over_prompts(state: State) -> None:
     """Have a prefill engine compute the prompt of each request, on every route."""
     inner = state.engine.generate
+    add = state.engine.add_request
     running = [0] * len(state.prefill)
+    outside = set[int]()
+    """Parameters, by their ``id``, of requests that the engine that samples does not have yet."""
 
     async def generate(
         prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -93,59 +96,55 @@ def hand_over_prompts(state: State) -> None:
         else:
             number = running.index(min(running))
             running[number] += 1
-            prefill = asyncio.create_task(_prefill(state, number, prompt, request_id, **kwargs))
+            prefill = asyncio.create_task(_prefill(state, number, prompt, **kwargs))
             prefill.add_done_callback(lambda _: count_down(number))
             try:
                 # vLLM keeps a computed prompt until it is taken over, so an abort could come too
                 # late: the prompt is computed to its end.
                 where = await asyncio.shield(prefill)
             except asyncio.CancelledError:
-                release(prefill, prompt, request_id)
+                release(prefill)
                 raise
 
         sampling_params = _with_transfer(sampling_params, where)
+        outside.add(id(sampling_params))
         try:
             async with aclosing(inner(prompt, sampling_params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     yield output
-        except (ValueError, TypeError):  # refused before it is added to the engine
-            if prefill is not None:
-                release(prefill, prompt, request_id)
-            raise
+        finally:
+            # It was refused, or its client left before it was added. Once it is added, the engine
+            # takes the KV over or, at an abort, releases it.
+            if id(sampling_params) in outside:
+                outside.remove(id(sampling_params))
+                if prefill is not None:
+                    release(prefill)
+
+    async def add_request(request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
+        queue = await add(request_id, prompt, params, *args, **kw)
+        outside.discard(id(params))
+        return queue
 
     def count_down(number: int) -> None:
         running[number] -= 1
 
-    def release(prefill: asyncio.Task[dict[str, Any] | None], prompt: Any, request_id: str) -> None:
-        task = asyncio.create_task(_release(inner, prefill, prompt, request_id))
+    def release(prefill: asyncio.Task[dict[str, Any] | None]) -> None:
+        task = asyncio.create_task(_release(state, prefill))
         state.pending.add(task)
         task.add_done_callback(state.pending.discard)
 
     state.engine.generate = generate
+    state.engine.add_request = add_request
 
 
-async def _release(
-    generate: Any,
-    prefill: asyncio.Task[dict[str, Any] | None],
-    prompt: Mapping[str, Any],
-    request_id: str,
-) -> None:
-    """Take over a prompt that is not needed any more, so that the prefill engine frees its KV."""
-    from vllm import SamplingParams
-
+async def _release(state: State, prefill: asyncio.Task[dict[str, Any] | None]) -> None:
+    """Have the prefill engine free the KV of a prompt that is not needed any more."""
     where = await prefill
     if where is None:
         return
 
-    # A salt of its own: no other request finds what is taken over here.
-    tokens = {
-        "prompt_token_ids": prompt["prompt_token_ids"],
-        "cache_salt": f"left:{uuid.uuid4().hex}",
-    }
-    params = _with_transfer(SamplingParams(max_tokens=1, detokenize=False), where)
     try:
-        async for _ in generate(tokens, params, f"{request_id}-left"):
-            pass
+        await state.engine.notify_kv_transfer_request_rejected(f"left-{uuid.uuid4().hex}", where)
     except Exception as error:  # the engine has died, and the server ends
         log.warning("KV of a prompt was not released: %s: %s", type(error).__name__, error)
 
@@ -165,7 +164,7 @@ def _can_hand_over(prompt: Any, sampling_params: Any) -> bool:
 
 
 async def _prefill(
-    state: State, number: int, prompt: Mapping[str, Any], request_id: str, **kwargs: Any
+    state: State, number: int, prompt: Mapping[str, Any], **kwargs: Any
 ) -> dict[str, Any] | None:
     """Where the KV of a prompt is. None if the engine has failed: the prompt is computed by the one
     that samples, which also refuses a request that is wrong."""
@@ -183,8 +182,10 @@ async def _prefill(
     tokens = {key: prompt[key] for key in ("prompt_token_ids", "cache_salt") if key in prompt}
     engine = state.prefill[number]
     where: dict[str, Any] | None = None
+    # Not the client's: vLLM sends it between the engines within messages that have a form.
+    request_id = uuid.uuid4().hex
     try:
-        async for output in engine.generate(tokens, params, f"{request_id}-prefill", **kwargs):
+        async for output in engine.generate(tokens, params, request_id, **kwargs):
             where = output.kv_transfer_params
     except (VLLMClientError, ValueError, TypeError):
         return None
