@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +15,7 @@ import pytest
 
 from prime_rl.rundir.status import Status
 from prime_rl_engine_kit.keys import Keys
-from prime_rl_vllm.prefill import engine_settings, hand_over_prompts, hold_prefill
+from prime_rl_vllm.prefill import engine_settings, hand_over_prompts, hold_prefill, start_engines
 from prime_rl_vllm.state import State
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -287,6 +289,30 @@ async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> 
     assert prefill.paused_after == -1
     (pausing,) = state.pending
     pausing.cancel()
+
+
+def test_the_port_of_an_engine_is_chosen_when_those_before_it_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each fake engine binds its port, as vLLM's does when its weights are loaded."""
+    name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    taken: list[str] = []
+    arguments, clients = ModuleType("vllm.engine.arg_utils"), ModuleType("vllm.v1.engine.async_llm")
+    made = SimpleNamespace(create_engine_config=lambda: None)
+    arguments.AsyncEngineArgs = SimpleNamespace(  # type: ignore[attr-defined]
+        from_cli_args=lambda namespace: made
+    )
+    clients.AsyncLLM = SimpleNamespace(  # type: ignore[attr-defined]
+        from_vllm_config=lambda config, disable_log_stats: taken.append(os.environ[name])
+    )
+    for module in (arguments, clients):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv(name, "")
+    # The lowest port that is not taken at the moment of the choice.
+    monkeypatch.setattr("prime_rl_vllm.prefill.free_ports", lambda count: [5600 + len(taken)])
+
+    start_engines([argparse.Namespace(), argparse.Namespace()])
+    assert (taken, os.environ[name]) == (["5600", "5601"], "5602")
 
 
 def test_each_engine_has_its_role_and_its_gpus() -> None:

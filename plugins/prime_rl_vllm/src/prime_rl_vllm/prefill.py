@@ -59,18 +59,23 @@ def start_engines(namespaces: Sequence[argparse.Namespace]) -> list[Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engines: list[Any] = []
-    *ports, last = free_ports(len(namespaces) + 1)
     try:
-        for namespace, port in zip(namespaces, ports, strict=True):
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        for namespace in namespaces:
+            _choose_port()
             config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
             engines.append(AsyncLLM.from_vllm_config(config, disable_log_stats=True))
     except BaseException:
         end_engines(engines)
         raise
 
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(last)
+    _choose_port()
     return engines
+
+
+def _choose_port() -> None:
+    """For the engine that starts next. Just before, because one whose port is taken while others
+    load waits for ever."""
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])
 
 
 def end_engines(engines: Sequence[Any]) -> None:
