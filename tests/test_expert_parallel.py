@@ -38,8 +38,9 @@ from prime_rl.trainer import expert_ranks, parallel
 from prime_rl.trainer.expert_balance import LOADS
 from prime_rl.trainer.expert_ranks import ExpertRanks, Gathering
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import load_model
+from prime_rl.trainer.model import Policy, gathered_bytes, load_model
 from prime_rl.trainer.rank import Rank
+from prime_rl.trainer.routes import experts_of
 from prime_rl.wire import MicroBatch
 from prime_rl.wire.micro_batch import decode_batch
 
@@ -65,17 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models and of runs, by name."""
     folder = tmp_path_factory.mktemp("experts")
     write_narrow(folder / "narrow")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    experts = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(
-        vocab_size=ranks_cases.VOCAB,
-        max_position_embeddings=256,
-        norm_topk_prob=True,
-        **sizes | heads | experts,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    mixture().save_pretrained(folder / "model")
     (folder / "model/tokenizer.json").write_text("{}")
 
     def job(
@@ -118,6 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 job("four_of_two_rows", {**OWN, "context_parallel": 2}),
                 job("rounded", {**OWN, "dp_replicate": 2, "reduce_dtype": "bfloat16"}),
                 job("two_groups", GROUPS),
+                job("two_groups_kept", {**GROUPS, "reshard_after_forward": False}),
                 job(
                     "two_groups_replay",
                     {**GROUPS, **REPLAY, "context_parallel": 2, "activation_checkpointing": 1},
@@ -215,6 +207,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def mixture() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    experts = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(
+        vocab_size=ranks_cases.VOCAB,
+        max_position_embeddings=256,
+        norm_topk_prob=True,
+        **sizes | heads | experts,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
 def write_narrow(folder: Path) -> None:
     """A mixture whose routers always take the experts of the first rank: the others are sent
     nothing. It has biases, and its weights are transposed."""
@@ -238,6 +244,7 @@ def curve(run: Path) -> dict[int, dict[str, float]]:
 MANY = [
     *("four", "two_by_two", "four_of_two_rows", "four_replay"),
     *("two_groups", "two_groups_replay", "two_groups_recomputed", "two_copies_of_two_groups"),
+    "two_groups_kept",
 ]
 RESUMED = [
     *("two_from_four", "two_gathered_from_two_by_two", "one_from_four"),
@@ -657,3 +664,15 @@ def test_a_backward_pass_sums_trained_weights_alone_and_unused_ones_as_zeros(
     torch.testing.assert_close(of_unused, torch.zeros(2, 5))
     assert summed == [(4, 3), (4, 5)]
     assert largest.size < 4 * 64 * 64  # of the frozen experts that were gathered
+
+
+def test_experts_to_which_tokens_travel_are_not_among_the_weights_that_stay_gathered() -> None:
+    """Two layers, in bfloat16. Embeddings, LM head, and the last norm; queries, keys, values and
+    output, the norms of heads and block, and the router; gate, up and down of eight experts."""
+    policy = Policy(mixture(), TrainerConfig(device="cpu"))
+    attention = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32 + 2 * 8 + 2 * 32
+    others = 2 * ranks_cases.VOCAB * 32 + 32 + 2 * (attention + NUM_EXPERTS * 32)
+    assert gathered_bytes(policy, half=True) == 2 * (others + 2 * NUM_EXPERTS * 3 * 32 * 16)
+    policy.resident_experts = [*experts_of(policy.model)]
+    assert gathered_bytes(policy, half=True) == 2 * others
+    assert gathered_bytes(policy, half=False) == 4 * others

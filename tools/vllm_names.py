@@ -78,6 +78,7 @@ ARGUMENTS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("load_format", "watermark_config", "kv_transfer_config", "kv_offloading_size"),
     *("device_ids", "disable_log_stats", "enable_return_routed_experts"),
+    "distributed_executor_backend",
 )
 """Arguments that the plugin reads or sets outside its tables."""
 COMMAND_LINE = ("vllm/engine/arg_utils.py", "vllm/entrypoints/*/cli_args.py")

@@ -16,6 +16,7 @@ import torch
 
 from prime_rl import ConfigError, Engine, PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import measure
 from prime_rl_plan.architecture import num_experts
@@ -220,6 +221,23 @@ def test_gathered_experts_stay_until_the_backward_pass_of_blocks_that_are_not_re
     assert gathered("top") == 3 * half
     assert gathered("top", activation_checkpointing=1) == 0
     assert gathered("middle", activation_checkpointing=1) == half
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trainer", "of_experts"),
+    [(4, {}, True), (4, {"expert_parallel": 2}, False), (1, {"expert_parallel": True}, True)],
+)
+def test_weights_are_kept_where_those_that_fsdp_gathers_take_a_sixteenth_of_the_gpu(
+    ranks: int, trainer: dict[str, Any], of_experts: bool
+) -> None:
+    """Three layers, in bfloat16."""
+    layer = ATTENTION + ROUTER + (EXPERTS if of_experts else 0)
+    gathered = 2 * MODEL["vocab_size"] * HIDDEN + HIDDEN + 3 * layer
+    request = request_of(ranks, 3, MODEL, **trainer)
+    config = TrainerConfig.model_validate(trainer)
+    least = 16 * gathered * HALF
+    assert measure.is_kept(request | {"memory": least}, config)
+    assert not measure.is_kept(request | {"memory": least - 1}, config)
 
 
 def test_kept_weights_are_gathered_once_per_step_and_experts_of_other_groups_for_each_row() -> None:

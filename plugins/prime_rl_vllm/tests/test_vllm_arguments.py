@@ -313,12 +313,18 @@ def test_each_prefill_engine_takes_as_many_gpus_as_the_one_that_samples():
 
 @pytest.mark.parametrize("name", NOT_SPLIT)
 def test_what_does_not_go_together_with_prefill_engines_is_refused(name):
-    value = {"kv_connector": "X"} if name == "kv_transfer_config" else 2
+    values = {"kv_transfer_config": {"kv_connector": "X"}, "distributed_executor_backend": "ray"}
+    value = values.get(name, 2)
     with pytest.raises(ConfigError) as caught:
         config(prefill_engines=1, **{name: value})
     refusal = f"inference.vllm.{name}: is {value!r}, and prefill_engines is 1: {NOT_SPLIT[name]}"
     assert refusal in str(caught.value)
     assert config(prefill_engines=0, **{name: value}).arguments[name] == value
+
+
+def test_one_stage_and_processes_of_vllm_go_together_with_prefill_engines():
+    usual = {"pipeline_parallel_size": 1, "distributed_executor_backend": "mp"}
+    assert usual.items() <= config(prefill_engines=1, **usual).arguments.items()
 
 
 def test_prefill_engines_share_no_gpu_with_the_trainer_and_record_no_routes():

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +154,33 @@ def ask(method, path, key=None, *, admin="a", sampling="s", body=b"{}", heard=No
 
 async def _nothing(*args, **kwargs):
     return None
+
+
+def test_a_server_that_cannot_be_prepared_ends(monkeypatch, caplog):
+    """An exception alone would not end it: uvicorn takes it for an application without a start."""
+    sent = []
+
+    async def refuse(state, engine):
+        raise RequestError("cannot check weight updates: no folder")
+
+    async def receive():
+        return {"type": "lifespan.startup"}
+
+    async def application(scope, receive, send):
+        await receive()
+
+    shared.current = state = State("tiny", "folder", 8, Keys("a", ""), Status(None))
+    monkeypatch.setattr("prime_rl_vllm.front._prepare", refuse)
+    monkeypatch.setattr("os.kill", lambda *call: sent.append(call))
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=None))
+    try:
+        with pytest.raises(RequestError):
+            asyncio.run(Front(application)({"type": "lifespan", "app": app}, receive, _nothing))
+    finally:
+        shared.current = None
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert state.died and state.ending
+    assert "cannot check weight updates: no folder" in caplog.text
 
 
 @pytest.mark.parametrize("route", ["/pause", "/resume", "/update_weights", "/sleep", "/wake_up"])

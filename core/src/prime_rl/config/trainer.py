@@ -250,7 +250,8 @@ class TrainerConfig(PluginTable):
     backward pass, for each row. ``false``: they stay until the last row of the optimizer step; that
     takes the whole model in ``dtype`` on each rank, and saves kernels and bytes between ranks.
     ``auto``: ``false`` on a GPU where that is at most 1/16 of its memory. The results are the same.
-    One rank has gathered weights in ``bfloat16`` only."""
+    One rank has gathered weights in ``bfloat16`` only. With ``expert_parallel`` experts are not
+    among these weights: groups gather theirs anew for each row."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which ranks sum gradients. ``bfloat16`` halves those bytes, and rounds each
     rank's share and each sum; weights and optimizer state stay in float32. One rank sums nothing,

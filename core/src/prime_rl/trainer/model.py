@@ -254,9 +254,11 @@ def make_policy(
     return policy.to(home or device)
 
 
-def gathered_bytes(model: nn.Module, half: bool) -> int:
-    """Bytes of all weights of a model as a block computes with them."""
-    return sum(weight.numel() for weight in model.parameters()) * (2 if half else 4)
+def gathered_bytes(policy: Policy, half: bool) -> int:
+    """Bytes of all weights that FSDP gathers, as a block computes with them: not of experts to
+    which tokens travel."""
+    num_weights = sum(weight.numel() for weight in policy.parameters())
+    return (num_weights - sum(weight.numel() for weight in policy.resident)) * (2 if half else 4)
 
 
 def keeps_gathered(config: TrainerConfig, num_bytes: int, memory: float) -> bool:

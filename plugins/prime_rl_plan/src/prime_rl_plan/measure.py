@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from prime_rl.trainer import model as policy_module
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import WORTH_COMPILING, keeps_gathered, load_model
 from prime_rl.trainer.published import published_tensors
+from prime_rl.trainer.routes import experts_of
 from prime_rl.wire.micro_batch import MicroBatch
 from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
 from prime_rl_plan.ledger import NETWORK, OUTSIDE, Ledger, owners
@@ -141,12 +142,17 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int, kept: bool = False)
 
 
 @cache
-def num_weights(table: str) -> int:
-    """Of the whole model, given its ``config.json``."""
+def num_weights(table: str) -> tuple[int, int]:
+    """Of the whole model, given its ``config.json``, and of its experts."""
     config = json.loads(table)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(with_layers(config, config["num_hidden_layers"]))
-    return sum(each.numel() for each in model.parameters())
+    of_experts = (each for module in experts_of(model) for each in module.parameters())
+    return _numbers(model.parameters()), _numbers(of_experts)
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
 
 
 def is_compiled(request: Mapping[str, Any]) -> bool:
@@ -155,7 +161,8 @@ def is_compiled(request: Mapping[str, Any]) -> bool:
     setting = request["trainer"].get("compile", "auto")
     if setting != "auto":
         return bool(setting)
-    return bool(request["gpu"]) and num_weights(json.dumps(request["model"])) >= WORTH_COMPILING
+    num_all, _ = num_weights(json.dumps(request["model"]))
+    return bool(request["gpu"]) and num_all >= WORTH_COMPILING
 
 
 def is_kept(request: Mapping[str, Any], config: TrainerConfig) -> bool:
@@ -163,7 +170,10 @@ def is_kept(request: Mapping[str, Any], config: TrainerConfig) -> bool:
     request: bytes of its GPU."""
     if not (request["half"] or request["ranks"] > 1):
         return False
-    num_bytes = num_weights(json.dumps(request["model"])) * (2 if request["half"] else 4)
+    num_all, num_of_experts = num_weights(json.dumps(request["model"]))
+    stays = config.sends_tokens and request["ranks"] > 1  # as ``Policy.resident``
+    num_gathered = num_all - (num_of_experts if stays else 0)
+    num_bytes = num_gathered * (2 if request["half"] else 4)
     memory = request.get("memory", 0.0) if request["gpu"] else 0.0
     return keeps_gathered(config, num_bytes, memory=memory)
 

@@ -63,9 +63,19 @@ NOT_SPLIT = {
     "enable_sleep_mode": "the engines have GPUs of their own",
     "device_ids": "prime-rl gives each engine its GPUs",
     "data_parallel_size": "each engine would need several ports; set inference.replicas",
+    "pipeline_parallel_size": "NixlConnector hands no KV to the stages of a pipeline; set "
+    "tensor_parallel_size",
+    "distributed_executor_backend": "prime-rl gives each engine its GPUs, and vLLM hands them on "
+    "to processes of its own only",
     "enable_return_routed_experts": "the engine that samples does not see a prompt's routes",
 }
 """Arguments of vLLM that an engine with ``prefill_engines`` cannot have, and why."""
+UNSPLIT: dict[str, tuple[Any, ...]] = {
+    "data_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "distributed_executor_backend": ("mp", "uni"),
+}
+"""Their values that change nothing, beside those that are false."""
 
 COARSE_CACHES = ("fp8", "int", "nvfp", "turboquant")
 """How the coarse formats of a KV cache begin."""
@@ -192,7 +202,7 @@ def check_split(arguments: Mapping[str, Any], prefill_engines: int) -> None:
 
     for name, why in NOT_SPLIT.items():
         value = arguments.get(name)
-        if value and not (name == "data_parallel_size" and value == 1):
+        if value and value not in UNSPLIT.get(name, ()):
             raise ConfigError(
                 f"inference.vllm.{name}: is {value!r}, and prefill_engines is {prefill_engines}: "
                 f"{why}. Leave one of them out."

@@ -171,7 +171,13 @@ class Front:
         async def inner() -> Message:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                await _prepare(self.state, scope["app"].state.engine_client)
+                try:
+                    await _prepare(self.state, scope["app"].state.engine_client)
+                except Exception:
+                    # uvicorn takes it for an application without a start, and would go on.
+                    log.exception("the server cannot be prepared, so it ends")
+                    self.state.end()
+                    raise
             return message
 
         return inner

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -233,6 +232,4 @@ async def end_with_prefill(state: State) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
     log.error("a prefill engine has died, so the server ends; the reason is above")
-    state.died = True
-    state.ending = True
-    os.kill(os.getpid(), signal.SIGTERM)
+    state.end()

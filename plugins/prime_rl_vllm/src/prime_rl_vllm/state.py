@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +116,12 @@ class State:
         """The prefix cache's salt. It changes at every pause, so no request reuses KV that older
         weights computed, including requests that arrive during an update."""
         return f"{self.pauses}:{client or ''}"
+
+    def end(self) -> None:
+        """End the server as one whose engine has died: the run starts it again."""
+        self.died = True
+        self.ending = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 current: State | None = None
