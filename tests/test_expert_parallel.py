@@ -109,6 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 job("four_of_two_rows", {**OWN, "context_parallel": 2}),
                 job("rounded", {**OWN, "dp_replicate": 2, "reduce_dtype": "bfloat16"}),
                 job("two_groups", GROUPS),
+                job("two_groups_kept", {**GROUPS, "reshard_after_forward": False}),
                 job(
                     "two_groups_replay",
                     {**GROUPS, **REPLAY, "context_parallel": 2, "activation_checkpointing": 1},
@@ -243,6 +244,7 @@ def curve(run: Path) -> dict[int, dict[str, float]]:
 MANY = [
     *("four", "two_by_two", "four_of_two_rows", "four_replay"),
     *("two_groups", "two_groups_replay", "two_groups_recomputed", "two_copies_of_two_groups"),
+    "two_groups_kept",
 ]
 RESUMED = [
     *("two_from_four", "two_gathered_from_two_by_two", "one_from_four"),

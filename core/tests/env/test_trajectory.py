@@ -11,6 +11,7 @@ from prime_rl import Rollout, StreamError, Turn
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.env.traces import build_rollout, build_samples, rewards_by_node
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
+from prime_rl.streams import is_absent
 from prime_rl.testing import make_rollout
 
 # A node is (id, role, tokens): sampled by the policy if its role is "assistant".
@@ -288,3 +289,19 @@ def test_the_envs_rewards_go_to_the_nodes_of_the_replies():
 def test_rewards_of_turns_that_do_not_fit_are_refused(rewards):
     with pytest.raises(StreamError, match=r"expected a list .* each of the 2 replies in trace"):
         rewards_by_node(trace_of(True, False, True), rewards)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_sampler_has_not_computed_the_last_token_that_it_has_sampled(dtype):
+    """verifiers has the routes of the token before in its place."""
+    routes = np.array([[[3, 1]], [[0, 2]], [[2, 1]], [[2, 1]]], dtype)
+    for nodes, absent in (
+        ([user(0, 5, 6), says(1, 7, 8)], [False, False, False, True]),
+        ([says(0, 5, 6), user(1, 7, 8)], [False] * 4),  # a prompt is computed whole
+    ):
+        (sample,) = build_samples([branch(*nodes, routed_experts=routes)], 1.0)
+        assert is_absent(sample.routed_experts).tolist() == absent
+        assert sample.routed_experts.dtype == dtype
+        kept = ~np.array(absent)
+        np.testing.assert_array_equal(sample.routed_experts[kept], routes[kept])
+    assert routes[-1].tolist() == [[2, 1]]  # the trace keeps its own

@@ -595,5 +595,16 @@ def _sample(
         policy_versions=None
         if versions is None
         else np.where(mask, np.asarray(versions, np.int32), np.int32(-1)),
-        routed_experts=branch.routed_experts,
+        routed_experts=_computed_routes(branch),
     )
+
+
+def _computed_routes(branch: BranchTokens) -> Any:
+    """The experts by which the sampler has computed each token. It has not computed a last token
+    that it has sampled, for which verifiers has those of the token before."""
+    routes = branch.routed_experts
+    if routes is None or not branch.sampled_mask[-1]:
+        return routes
+    routes = np.array(routes)
+    routes[-1] = np.iinfo(routes.dtype).max  # absent
+    return routes
