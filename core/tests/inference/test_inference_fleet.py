@@ -138,6 +138,24 @@ async def test_a_request_that_fails_at_a_live_engine_is_repeated_four_times():
         assert len(calls) == 5 and fleet.engines[0].retried == 0
 
 
+async def test_a_request_that_fails_while_the_network_does_waits_until_the_engine_answers():
+    """The engine keeps its state meanwhile, since its process may be fine."""
+    engine, calls = Engine(), []
+
+    async def work(held):
+        calls.append(held.number)
+        if len(calls) == 8:
+            engine.dropped = 0
+        if engine.dropped:
+            raise EngineFailed("the connection ended", 500)
+        return "answer"
+
+    async with fleet_of(engine, poll=0.001) as fleet:
+        engine.dropped = 10**9
+        assert await fleet.ask(0, work) == "answer"
+        assert len(calls) == 8 and fleet.engines[0].retried == 0
+
+
 async def test_a_request_that_fails_at_an_engine_is_repeated_at_another_one():
     async def work(held):
         if held.number == 0:

@@ -124,6 +124,11 @@ class Replica:
         return self.in_service or self.state is EngineState.WAITING
 
     @property
+    def is_ready(self) -> bool:
+        """It gave a good answer to the last look."""
+        return self.ready_at >= self.looked_at
+
+    @property
     def has_served(self) -> bool:
         """Ever, or it was put to sleep, or has waited for weights."""
         return self.lost is not None

@@ -100,7 +100,8 @@ class EnginePool:
 
         ``work`` raises ``EngineGone`` or ``EngineFailed`` to be tried again. Raises ``GivenUp``
         when ``LOST_TRIES`` engines have gone away under the request, or when it has failed more
-        than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
+        than ``tries`` times with status 500 at engines that are ready. An engine that is overloaded
+        (429, 503) has time.
         """
         self._watch_all()
 
@@ -125,8 +126,10 @@ class EnginePool:
                         raise GivenUp(f"{text}; {last}") from error
                     continue
 
-                # A 500 may be the fault of the request itself, which then fails everywhere.
-                if isinstance(error, EngineFailed) and error.status == 500:
+                # A 500 may be the fault of the request itself, which then fails everywhere. But not if
+                # the engine does not answer a look either.
+                failed = isinstance(error, EngineFailed) and error.status == 500
+                if failed and engine.is_ready:
                     failures += 1
                     if failures > tries:
                         text = f"a request failed {failures} times: {error}. See its log."
