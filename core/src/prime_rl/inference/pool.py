@@ -126,8 +126,8 @@ class EnginePool:
                         raise GivenUp(f"{text}; {last}") from error
                     continue
 
-                # A 500 may be the fault of the request itself, which then fails everywhere. But not if
-                # the engine does not answer a look either.
+                # A 500 may be the fault of the request itself, which then fails everywhere. If the
+                # engine does not answer our look either, the engine or the network is at fault.
                 failed = isinstance(error, EngineFailed) and error.status == 500
                 if failed and engine.is_ready:
                     failures += 1
