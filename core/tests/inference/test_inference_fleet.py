@@ -301,6 +301,20 @@ async def test_an_engine_that_has_missed_a_version_loads_it_if_no_other_comes(cl
         assert engine.calls.count("/update_weights") == 2
 
 
+async def test_an_engine_that_waits_loads_the_current_version_if_it_is_alone(clock):
+    """No rollouts, so no next version."""
+    async with waiting(clock) as (fleet, engine):
+        url, _ = fleet.urls
+        assert fleet.outage() == f"engine {url} waits for the next weights"
+        engine.hold.clear()
+        fleet.follow([url])
+        await until(lambda: engine.calls.count("/update_weights") == 2)
+        assert fleet.outage() == f"engine {url} loads weights"
+        engine.hold.set()
+        await until(lambda: fleet.serving)
+        assert (engine.version, engine.loaded) == (2, "v2")
+
+
 async def test_an_engine_that_refuses_the_version_it_has_waited_for_stays_out(clock):
     async with waiting(clock) as (fleet, engine):
         engine.refuse["/update_weights"] = 400

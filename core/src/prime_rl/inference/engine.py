@@ -13,7 +13,8 @@
     STARTING, AWAY        it answers and has the weights; they are loaded first  SERVING
     STARTING, AWAY        it has loaded weights, and others have newer ones      WAITING
     WAITING               it has loaded new weights with the others              SERVING
-    WAITING               no new weights came; it loads the current ones         AWAY
+    WAITING               no new weights came, or no other engine is in          AWAY
+                          service; it loads the current ones
     STARTING, AWAY        it answers while the fleet sleeps: it is put to sleep  ASLEEP
     SERVING               the fleet is put to sleep                              ASLEEP
     ASLEEP                new weights are loaded                                 SERVING

@@ -33,6 +33,12 @@ log = logging.getLogger(__name__)
 KEPT_HOMES = 16384
 """Groups whose engine is remembered."""
 
+DOES = {
+    EngineState.WAITING: "waits for the next weights",
+    EngineState.AWAY: "loads weights",
+}
+"""What an engine does that does not serve and has no problem. In other states it is starting."""
+
 T = TypeVar("T")
 
 
@@ -368,7 +374,7 @@ class EnginePool:
     def outage(self) -> str:
         """What requests wait for, and why."""
         away = [engine for engine in self.engines if engine.problem or not engine.in_service]
-        reasons = [e.reason or f"{e.client.label} is starting" for e in away]
+        reasons = [e.reason or f"{e.client.label} {DOES.get(e.state, 'is starting')}" for e in away]
         return "; ".join(reasons) if self.engines else "all engines have left: one has to join"
 
 
