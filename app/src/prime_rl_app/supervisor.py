@@ -154,10 +154,9 @@ def _watch(
             if stopped and not stopped.trained:
                 return
             newest = last_beat(view.run_dir / "status" / "trainer.json")
-            if not deadline:
-                num_bytes = sum(map(bytes_moved, awaited))
             if newest != beat or not deadline:
                 beat = newest
+                num_bytes = sum(map(bytes_moved, awaited))
                 deadline = time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
                 # A large checkpoint is written in one call, which cannot beat.

@@ -296,3 +296,15 @@ def test_the_certificate_of_an_engine_is_verified(url, verified, monkeypatch):
     monkeypatch.setattr(client.httpx, "AsyncClient", lambda **given: found.update(given))
     EngineClient(url, None)
     assert found["verify"] is verified
+
+
+@pytest.mark.parametrize("away", [True, False])
+async def test_a_connection_over_a_network_is_probed(monkeypatch, away):
+    """Else a request without a time limit would wait for ever at one that NAT has dropped."""
+    monkeypatch.setattr(client, "is_loopback", lambda url: not away)
+    monkeypatch.setattr(client, "getproxies", dict)
+    async with client_of(Engine()) as admin:
+        answer = await admin.request("GET", "/health", None)
+        connection = answer.extensions["network_stream"].get_extra_info("socket")
+        probed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert bool(probed) is away

@@ -138,6 +138,24 @@ async def test_a_request_that_fails_at_a_live_engine_is_repeated_four_times():
         assert len(calls) == 5 and fleet.engines[0].retried == 0
 
 
+async def test_a_request_that_fails_while_the_network_does_waits_until_the_engine_answers():
+    """The engine keeps its state meanwhile, since its process may be fine."""
+    engine, calls = Engine(), []
+
+    async def work(held):
+        calls.append(held.number)
+        if len(calls) == 8:
+            engine.dropped = 0
+        if engine.dropped:
+            raise EngineFailed("the connection ended", 500)
+        return "answer"
+
+    async with fleet_of(engine, poll=0.001) as fleet:
+        engine.dropped = 10**9
+        assert await fleet.ask(0, work) == "answer"
+        assert len(calls) == 8 and fleet.engines[0].retried == 0
+
+
 async def test_a_request_that_fails_at_an_engine_is_repeated_at_another_one():
     async def work(held):
         if held.number == 0:
@@ -281,6 +299,20 @@ async def test_an_engine_that_has_missed_a_version_loads_it_if_no_other_comes(cl
         await until(lambda: fleet.engines[0].serving)
         assert (engine.version, engine.loaded) == (2, "v2")
         assert engine.calls.count("/update_weights") == 2
+
+
+async def test_an_engine_that_waits_loads_the_current_version_if_it_is_alone(clock):
+    """No rollouts, so no next version."""
+    async with waiting(clock) as (fleet, engine):
+        url, _ = fleet.urls
+        assert fleet.outage() == f"engine {url} waits for the next weights"
+        engine.hold.clear()
+        fleet.follow([url])
+        await until(lambda: engine.calls.count("/update_weights") == 2)
+        assert fleet.outage() == f"engine {url} loads weights"
+        engine.hold.set()
+        await until(lambda: fleet.serving)
+        assert (engine.version, engine.loaded) == (2, "v2")
 
 
 async def test_an_engine_that_refuses_the_version_it_has_waited_for_stays_out(clock):

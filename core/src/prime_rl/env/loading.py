@@ -383,8 +383,9 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
     }
 
     table["interception"] = dict(INTERCEPTION)
-    episode = None if settings.engines_sleep else settings.timeout
-    table["timeout"] = {"episode": episode, "finalize": settings.timeout}
+    # Where engines sleep, one limit of ours is over both, and stands still meanwhile.
+    limit = None if settings.engines_sleep else settings.timeout
+    table["timeout"] = {"episode": limit, "finalize": limit}
 
     for name, default in seats.items():
         args = settings.args.get(name, {})

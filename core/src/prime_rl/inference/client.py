@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
 from typing import Any
+from urllib.request import getproxies
 
 import httpx
 import msgspec
@@ -23,6 +25,18 @@ from prime_rl.proxies import is_loopback
 from prime_rl.weights.versions import Weights
 
 log = logging.getLogger(__name__)
+
+_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}
+KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in _PROBES.items()
+        if hasattr(socket, name)
+    ),
+]
+"""A request without a time limit ends when the network has dropped its connection without a word,
+as NAT does with an idle one: after a minute the system asks the other end, for two minutes."""
 
 
 class NoAnswer(EngineGone):
@@ -141,14 +155,23 @@ class EngineClient:
         self._paused = 0.0
         self._retry = retry or RetryPolicy()
 
+        limits = httpx.Limits(max_connections=None)
+        # An SSL context costs 70 ms, and plain HTTP needs none.
+        verify = not url.lower().startswith("http://")
+        here = is_loopback(url)
+        transport = None
+        if not here and not getproxies():  # httpx asks no proxy through a transport of ours
+            transport = httpx.AsyncHTTPTransport(
+                verify=verify, limits=limits, socket_options=KEEPALIVE
+            )
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={**(headers or {})},
             auth=_Keys([key] if isinstance(key, str) else key) if key else None,
-            limits=httpx.Limits(max_connections=None),
-            # An SSL context costs 70 ms, and plain HTTP needs none.
-            verify=not url.lower().startswith("http://"),
-            trust_env=not is_loopback(url),  # a proxy cannot reach this loopback
+            limits=limits,
+            verify=verify,
+            trust_env=not here,  # a proxy cannot reach this loopback
+            transport=transport,
         )
 
     async def request(

@@ -13,7 +13,8 @@
     STARTING, AWAY        it answers and has the weights; they are loaded first  SERVING
     STARTING, AWAY        it has loaded weights, and others have newer ones      WAITING
     WAITING               it has loaded new weights with the others              SERVING
-    WAITING               no new weights came; it loads the current ones         AWAY
+    WAITING               no new weights came, or no other engine is in          AWAY
+                          service; it loads the current ones
     STARTING, AWAY        it answers while the fleet sleeps: it is put to sleep  ASLEEP
     SERVING               the fleet is put to sleep                              ASLEEP
     ASLEEP                new weights are loaded                                 SERVING
@@ -122,6 +123,11 @@ class Replica:
     def takes_weights(self) -> bool:
         """New weights are loaded into it: it is in service, or waits for them."""
         return self.in_service or self.state is EngineState.WAITING
+
+    @property
+    def is_ready(self) -> bool:
+        """It gave a good answer to the last look."""
+        return self.ready_at >= self.looked_at
 
     @property
     def has_served(self) -> bool:

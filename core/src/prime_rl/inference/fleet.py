@@ -176,8 +176,9 @@ class Fleet(EnginePool):
         to sleep: the trainer has its memory."""
         sleeps = self.asleep and engine.state is EngineState.ASLEEP
         waits = engine.state is EngineState.WAITING
-        # A trainer that shares its memory needs it now.
-        hurries = waits and self.asleep
+        # A trainer that shares its memory needs it now. Without an engine in service there are no
+        # rollouts, so no newer version would come.
+        hurries = waits and (self.asleep or not any(e.in_service for e in self.engines))
         if sleeps or (time.monotonic() < engine.join_at and not hurries):
             return
 

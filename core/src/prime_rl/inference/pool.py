@@ -33,6 +33,12 @@ log = logging.getLogger(__name__)
 KEPT_HOMES = 16384
 """Groups whose engine is remembered."""
 
+DOES = {
+    EngineState.WAITING: "waits for the next weights",
+    EngineState.AWAY: "loads weights",
+}
+"""What an engine does that does not serve and has no problem. In other states it is starting."""
+
 T = TypeVar("T")
 
 
@@ -100,7 +106,8 @@ class EnginePool:
 
         ``work`` raises ``EngineGone`` or ``EngineFailed`` to be tried again. Raises ``GivenUp``
         when ``LOST_TRIES`` engines have gone away under the request, or when it has failed more
-        than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
+        than ``tries`` times with status 500 at engines that are ready. An engine that is overloaded
+        (429, 503) has time.
         """
         self._watch_all()
 
@@ -125,8 +132,10 @@ class EnginePool:
                         raise GivenUp(f"{text}; {last}") from error
                     continue
 
-                # A 500 may be the fault of the request itself, which then fails everywhere.
-                if isinstance(error, EngineFailed) and error.status == 500:
+                # A 500 may be the fault of the request itself, which then fails everywhere. If the
+                # engine does not answer our look either, the engine or the network is at fault.
+                failed = isinstance(error, EngineFailed) and error.status == 500
+                if failed and engine.is_ready:
                     failures += 1
                     if failures > tries:
                         text = f"a request failed {failures} times: {error}. See its log."
@@ -365,7 +374,7 @@ class EnginePool:
     def outage(self) -> str:
         """What requests wait for, and why."""
         away = [engine for engine in self.engines if engine.problem or not engine.in_service]
-        reasons = [e.reason or f"{e.client.label} is starting" for e in away]
+        reasons = [e.reason or f"{e.client.label} {DOES.get(e.state, 'is starting')}" for e in away]
         return "; ".join(reasons) if self.engines else "all engines have left: one has to join"
 
 

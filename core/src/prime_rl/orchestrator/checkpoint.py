@@ -187,7 +187,14 @@ class Checkpointing(Observer):
         for env in self.envs:
             if isinstance(env.source, ExternalSource):
                 part = Checkpoint(folder).orchestrator / _source_folder(env)
-                if part.is_dir():  # the config may have another source than the checkpoint
+                # The config may have another source than the checkpoint. Of a part that cannot be
+                # seen now, the source keeps what it has.
+                try:
+                    is_there = part.is_dir()
+                except OSError as error:
+                    poll_failed(part, error)
+                    continue
+                if is_there:
                     env.source.source.checkpoint_complete(part)
 
         for observer in self.observers:
