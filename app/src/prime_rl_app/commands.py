@@ -231,3 +231,19 @@ def engine_launch(
         can_sleep=config.deployment.colocated,
         records_routes=lives and config.trainer.router_replay,
     )
+
+
+def check_command(config: RunConfig, engine: Engine) -> None:
+    """The engine can do what the run asks of it (``EngineLaunch``). Builds the command of the
+    policy's first engine, for addresses that nobody has yet. Raises ``ConfigError``."""
+    launch = Launch(
+        model_path=config.model.name,
+        wait_for_model=True,  # nothing of it may be read
+        served_model_name=config.model.name,
+        engine_urls=["http://127.0.0.1:1"],
+        engine_names=[process_name("inference", 0)],
+        transport_type=config.rollout_transport.type,
+        transport_host="127.0.0.1",
+        transport_ports=[],
+    )
+    engine.command(engine_launch(config, launch, Path(config.output_dir), admin_key="none"))

@@ -53,7 +53,7 @@ from prime_rl.registry.offers import (
 )
 from prime_rl.rundir.launch import PAST
 from prime_rl.variables import check_exported, check_headers
-from prime_rl_app.commands import check_variables
+from prime_rl_app.commands import check_command, check_variables
 from prime_rl_app.env_checks import (
     EarlierWeights,
     algorithm_of,
@@ -297,6 +297,7 @@ def check_engine(resolved: Resolved) -> None:
         _check_nothing_samples(config)
     elif config.inference.base_url is None:
         resolved.engine.check(config.inference.interpreter)
+        check_command(config, resolved.engine)
     elif not os.environ.get(variable):
         raise ConfigError(
             "inference.base_url: new weights need the key of the engines' admin routes, and the "

@@ -338,5 +338,28 @@ def test_prefill_engines_share_no_gpu_with_the_trainer_and_record_no_routes():
         engine.command(replace(LAUNCH, records_routes=True))
 
 
+@pytest.mark.parametrize(
+    ("settings", "tables", "reason"),
+    [
+        ({"prefill_engines": 1}, {"deployment": {"colocated": True}}, "prefill_engines: the eng"),
+        ({"prefill_engines": 1}, {"trainer": {"router_replay": True}}, "enable_return_routed_exp"),
+        ({"pipeline_parallel_size": 2}, {"trainer": {"router_replay": True}}, "pipeline_parallel"),
+    ],
+)
+def test_what_the_run_asks_of_the_engine_is_checked_before_a_start(
+    monkeypatch, settings, tables, reason
+):
+    from prime_rl_app.config import build_config
+    from prime_rl_app.resolve import Resolved, check_engine
+
+    for name in ("check_interpreter", "check_nixl"):
+        monkeypatch.setattr(f"prime_rl_vllm.{name}", lambda python: None)
+    least = {"model": {"name": "owner/model"}, "max_steps": 1}
+    inference = {"inference": {"engine": "vllm", "vllm": settings}}
+    check_engine(Resolved(build_config(least | inference)))
+    with pytest.raises(ConfigError, match=rf"inference\.vllm\.{reason}"):
+        check_engine(Resolved(build_config(least | inference | tables)))
+
+
 def test_the_plugin_registers_the_engine():
     assert collect(load_plugins(), ENGINE)["vllm"].cls is Vllm

@@ -201,7 +201,11 @@ class Engine(Offer):
             )
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """The process that serves ``launch.model_path`` on ``launch.port``, in the foreground."""
+        """The process that serves ``launch.model_path`` on ``launch.port``, in the foreground.
+
+        Also built for a dry run and before a start, only to see whether it raises ``ConfigError``
+        for what the run asks of it, such as ``records_routes``.
+        """
         raise NotImplementedError
 
     @property

@@ -67,7 +67,8 @@ NOT_SPLIT = {
     "tensor_parallel_size",
     "distributed_executor_backend": "prime-rl gives each engine its GPUs, and vLLM hands them on "
     "to processes of its own only",
-    "enable_return_routed_experts": "the engine that samples does not see a prompt's routes",
+    "enable_return_routed_experts": "the engine that samples does not see a prompt's routes, which "
+    "trainer.router_replay asks for",
 }
 """Arguments of vLLM that an engine with ``prefill_engines`` cannot have, and why."""
 UNSPLIT: dict[str, tuple[Any, ...]] = {
