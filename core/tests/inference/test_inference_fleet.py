@@ -327,6 +327,35 @@ async def test_an_engine_that_refuses_the_version_it_has_waited_for_stays_out(cl
         assert engine.version == 3
 
 
+async def test_a_refusal_by_an_engine_that_waits_ends_no_run_that_another_serves(clock):
+    async with waiting(clock) as (fleet, engine):
+        engine.refuse["/update_weights"] = 400
+        await fleet.update_weights(Path("v2"), 2)  # as the watcher does after a failure
+        assert [each.state for each in fleet.engines] == [EngineState.AWAY, EngineState.SERVING]
+        assert fleet.engines[1].version == 2
+
+        # They are still the weights that it has to load.
+        engine.refuse.clear()
+        clock.now += timing.REJOIN_SECONDS
+        await until(lambda: fleet.engines[0].serving)
+        assert (engine.version, engine.loaded) == (2, "v2")
+
+
+async def test_weights_that_an_engine_that_waits_does_not_load_either_are_refused_by_all(clock):
+    async with waiting(clock) as (fleet, _):
+        serving = fleet.engines[1]
+
+        async def refuses(held, weights, meeting=None):
+            if held is serving:
+                raise EngineError("the reason")
+            raise EngineGone("it has gone")
+
+        fleet._update = refuses
+        with pytest.raises(EngineError, match="the reason"):
+            await fleet.update_weights(Path("v3"), 3)
+        assert fleet.serving == [serving] and serving.version == 2
+
+
 async def test_an_engine_that_ends_while_it_waits_is_another_one_when_it_comes_back(clock):
     async with waiting(clock) as (fleet, engine):
         before = fleet.engines[0].session

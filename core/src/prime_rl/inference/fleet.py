@@ -236,8 +236,9 @@ class Fleet(EnginePool):
     async def update_weights(self, weight_dir: Path, version: int) -> float:
         """Have every engine that serves load published weights; the seconds it took.
 
-        An engine that fails or is late is taken out. If all refuse, raises ``EngineError`` with the
-        reason of the first, and they serve on as they were; if none answers, ``EngineGone``.
+        An engine that fails or is late is taken out. If none loads them and all in service refuse,
+        raises ``EngineError`` with the reason of the first, and they serve on as they were. If none
+        serves then, raises ``EngineGone``.
         """
         start = time.perf_counter()
         weights = Weights(weight_dir, version)
@@ -248,20 +249,24 @@ class Fleet(EnginePool):
         asked = [
             e for e in self.engines if e.takes_weights and (e.version != version or not e.serving)
         ]
+        in_service = [engine for engine in asked if engine.in_service]
         try:
             failures = await self._load(weights, asked)
         finally:
             self.asleep = False
 
-        refusals = [error for error in failures.values() if not isinstance(error, EngineGone)]
-        bug = next((error for error in refusals if not isinstance(error, EngineError)), None)
-        if bug:
-            raise bug
-        if asked and len(refusals) == len(asked):
+        refusals = {e: error for e, error in failures.items() if not isinstance(error, EngineGone)}
+        bugs = [error for error in refusals.values() if not isinstance(error, EngineError)]
+        if bugs:
+            raise bugs[0]
+
+        # A refusal by engines that only waited is theirs alone: others may serve these weights.
+        all_refuse = bool(in_service) and all(engine in refusals for engine in in_service)
+        if all_refuse and len(failures) == len(asked):
             self._target = before
             for engine in (each for each in asked if each.in_service):
                 engine.version = before.version
-            raise refusals[0]
+            raise refusals[in_service[0]]
 
         for engine, error in failures.items():
             if not (engine.serving and engine.version == version):  # it has not joined since
