@@ -334,9 +334,19 @@ async def test_an_engine_that_ends_while_it_waits_is_another_one_when_it_comes_b
         await until(lambda: fleet.engines[0].state is EngineState.STARTING)
         await fleet.update_weights(Path("v3"), 3)
         engine.restart(version=0)
-        clock.now += 21
-        await until(lambda: fleet.engines[0].serving)
+        await until(lambda: fleet.engines[0].serving)  # at once: it has not failed
         assert engine.version == 3 and fleet.engines[0].session is not before
+
+
+async def test_an_engine_that_ends_while_it_waits_sleeps_at_once_when_it_comes_back(clock):
+    """The trainer needs its memory."""
+    async with waiting(clock) as (fleet, engine):
+        engine.away = True
+        await until(lambda: fleet.engines[0].state is EngineState.STARTING)
+        await fleet.sleep()
+        engine.restart(version=0)
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
+        assert engine.calls[-2:] == ["/pause", "/sleep"]
 
 
 async def test_an_engine_that_waits_sleeps_with_the_others(clock):

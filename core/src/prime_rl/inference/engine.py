@@ -82,13 +82,15 @@ class Replica:
         self.loading = asyncio.Lock()
         self.looking = asyncio.Lock()
         self.looked_at = 0.0
-        """When the last look ended; this and the next three are times of ``time.monotonic``."""
+        """When the last look ended; this and the next four are times of ``time.monotonic``."""
         self.heard_at = 0.0
         """When it last answered."""
         self.ready_at = 0.0
         """When it last gave a good answer."""
         self.join_at = 0.0
-        """It does not try to join before."""
+        """It does not try to join before, because its last attempt failed."""
+        self.waits_until = 0.0
+        """While it is WAITING, it does not load the current weights by itself before."""
 
         self.down_since: float | None = None
         self.down = 0.0
@@ -162,9 +164,10 @@ class Replica:
         self.problem = None
         self._begin_session()
 
-    def wait(self) -> None:
+    def wait(self, until: float) -> None:
         """It takes part in the next update, and serves then."""
         self.state = EngineState.WAITING
+        self.waits_until = until
         self.problem = None
         self._begin_session()
 

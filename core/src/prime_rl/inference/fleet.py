@@ -179,7 +179,8 @@ class Fleet(EnginePool):
         # A trainer that shares its memory needs it now. Without an engine in service there are no
         # rollouts, so no newer version would come.
         hurries = waits and (self.asleep or not any(e.in_service for e in self.engines))
-        if sleeps or (time.monotonic() < engine.join_at and not hurries):
+        not_before = engine.waits_until if waits else engine.join_at
+        if sleeps or (time.monotonic() < not_before and not hurries):
             return
 
         if waits:
@@ -206,9 +207,8 @@ class Fleet(EnginePool):
 
         # The others have loaded a newer version meanwhile. If a step takes less time than loading,
         # that happens each time, so the engine waits for the next version and loads it with them.
-        engine.wait()
         now = time.monotonic()
-        engine.join_at = now + timing.WAIT_FACTOR * (now - started)
+        engine.wait(until=now + timing.WAIT_FACTOR * (now - started))
         self._notify()
 
     async def _bring_up_to_date(self, engine: Replica, health: Health) -> Weights:
