@@ -66,11 +66,15 @@ FIELDS = {
     "vllm.config.kv_transfer.KVTransferConfig": (
         *("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
     ),
+    "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig": (
+        *("hidden_dim_unpadded", "intermediate_size_per_partition_unpadded"),
+    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler": (
         "_kv_lease_duration",
     ),
 }
-"""What ``schema.py``, ``reply.py``, ``generate.py``, ``admin.py`` and ``prefill.py`` use."""
+"""What ``schema.py``, ``reply.py``, ``generate.py``, ``admin.py``, ``prefill.py`` and ``worker.py``
+use."""
 OWN_ROUTES = {"/inference/v1/generate"}
 """That the plugin answers itself, with a salt."""
 ARGUMENTS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,14 @@ PROMPT = list(range(20, 60))
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSubject]:
-    folder = tmp_path_factory.mktemp("mixture")
+    with serving(tmp_path_factory.mktemp("mixture"), SIZES) as subject:
+        yield subject
+
+
+@contextmanager
+def serving(folder: Path, sizes: dict[str, Any]) -> Iterator[EngineSubject]:
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     model.save_pretrained(folder / "model")
     write_tokenizer(folder / "model")
     engine = Vllm(VllmConfig.model_validate(SETTINGS))
@@ -84,3 +90,14 @@ def test_vllms_own_reload_spoils_the_experts(mixture: EngineSubject, tmp_path: P
         mixture.restore()
     assert theirs > 0.1
     assert gap(mixture, mixture.model_folder) < 1e-4
+
+
+def test_weights_that_vllm_could_not_load_are_refused_before_it_begins(tmp_path: Path) -> None:
+    """On a CPU it pads experts of this size. The server goes on with the weights that it has."""
+    with serving(tmp_path, SIZES | {"moe_intermediate_size": 48}) as padded:
+        new = changed(padded.model_folder, tmp_path / "new", 1)
+        answer = padded.load(new)
+        assert answer.status_code >= 400
+        assert "the experts have an intermediate size of 48, which vLLM pads" in answer.text
+        padded.resume()
+        assert gap(padded, padded.model_folder) < 1e-4

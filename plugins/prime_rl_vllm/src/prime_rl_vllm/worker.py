@@ -70,6 +70,8 @@ class WeightExtension:
     def _prime_rl_read(self: Any, weight_dir: str) -> str | None:
         """Only the first worker of each engine reads every value: all see the same files."""
         self.prime_rl_drop()
+        if (reason := unloadable(self.model_runner.get_model())) is not None:
+            return reason
         try:
             base = self._prime_rl_base
             first = self.rank == 0
@@ -103,7 +105,7 @@ class WeightExtension:
                 check_layout(Announced(header), self._prime_rl_base)
             except WeightsError as error:
                 return str(error)
-            return None
+            return unloadable(self.model_runner.get_model())
 
         def load(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
             nonlocal begun
@@ -135,6 +137,29 @@ class WeightExtension:
         if self._prime_rl_weights is not None:
             self._prime_rl_weights.close()
             self._prime_rl_weights = None
+
+
+def unloadable(model: torch.nn.Module) -> str | None:
+    """Why new weights cannot be loaded, or None.
+
+    On a CPU vLLM pads experts whose size is no multiple of 32, and its reload cannot copy into
+    them: it would fail half-way (0.32).
+    """
+    if not current_platform.is_cpu():
+        return None
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if not isinstance(method, UnquantizedFusedMoEMethod):
+            continue
+        size = int(method.moe.intermediate_size_per_partition_unpadded)
+        weight: Any = module.w2_weight
+        if weight.numel() > weight.shape[0] * int(method.moe.hidden_dim_unpadded) * size:
+            return (
+                f"the experts have an intermediate size of {size}, which vLLM pads to a multiple "
+                "of 32 on a CPU, and it loads no new weights into padded experts. Serve this model "
+                "on a GPU, or by another engine"
+            )
+    return None
 
 
 def repack(model: torch.nn.Module) -> None:
