@@ -63,6 +63,7 @@ class Engine:
     """A fake ``AsyncLLM``. ``fault`` is raised instead of an answer."""
 
     fault: Exception | None = None
+    errored: bool = False
     gate: asyncio.Event | None = None
     entrance: asyncio.Event | None = None
     """Before it, no request is added."""
@@ -167,6 +168,13 @@ async def test_other_prompts_are_computed_where_they_are_sampled(
 async def test_a_client_cannot_say_where_kv_is() -> None:
     params = SamplingParams(n=2, extra_args={"kv_transfer_params": {"remote_host": "10.0.0.1"}})
     assert (await ask(server(Engine()), PROMPT, params)).extra_args is None
+
+
+async def test_a_request_is_not_given_to_an_engine_that_ends_with_a_dead_prefill_engine() -> None:
+    state = server(Engine(fault=RuntimeError("dead"), errored=True))
+    with pytest.raises(RuntimeError, match="dead"):
+        await ask(state, PROMPT, SamplingParams())
+    assert not state.engine.calls
 
 
 async def test_a_prompt_whose_prefill_fails_is_computed_where_it_is_sampled(

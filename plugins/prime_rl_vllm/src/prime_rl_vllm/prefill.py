@@ -194,6 +194,10 @@ async def _prefill(
     except (VLLMClientError, ValueError, TypeError):
         return None
     except Exception as error:
+        # The server ends now, and the other engine with it: a request that it got at this moment
+        # would have no answer.
+        if engine.errored:
+            raise
         state.prefill_failures += 1
         log.warning(
             "prefill engine %d failed, so the engine that samples computes the prompt: %s: %s",
