@@ -188,6 +188,32 @@ def test_a_trainer_that_writes_after_the_last_step_is_waited_for(spawn, view, mo
     assert len(moved) == 4 and clock.now > 1030
 
 
+def test_bytes_that_were_moved_before_the_last_beat_are_no_later_sign(spawn, view, monkeypatch):
+    """It has written its checkpoint and beaten, and hangs: one grace is all that it gets."""
+    clock, refreshed = Clock(), []
+    path = view.run_dir / "status" / "trainer.json"
+
+    def refresh():
+        refreshed.append(None)
+        if len(refreshed) == 1:  # after the first look
+            os.utime(path, ns=(0, 10**9))
+
+    view.refresh = refresh
+    children = [spawn("pass", "orchestrator"), spawn(FOREVER, "trainer")]
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 10.0)
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 6.0)
+    monkeypatch.setattr(
+        supervisor,
+        "bytes_moved",
+        lambda process: (64 << 20) * bool(refreshed) * (process is children[1]),
+    )
+    children[0].process.wait()
+    with pytest.raises(RunError, match="the trainer is still busy"):
+        _watch(children, view)
+    assert clock.now == 1018.0  # the beat at 1006, and the first look more than 10 s after it
+
+
 def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):
     """The run ends at its third refresh, and not before."""
     refreshed, enough = [], view.run_dir / "enough"

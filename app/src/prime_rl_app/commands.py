@@ -234,8 +234,9 @@ def engine_launch(
 
 
 def check_command(config: RunConfig, engine: Engine) -> None:
-    """The engine can do what the run asks of it (``EngineLaunch``). Builds the command of the
-    policy's first engine, for addresses that nobody has yet. Raises ``ConfigError``."""
+    """The engine can do what the run asks of it (``EngineLaunch``). This builds the command of the
+    policy's first engine and starts nothing: address, key and folder are examples. Raises
+    ``ConfigError``."""
     launch = Launch(
         model_path=config.model.name,
         wait_for_model=True,  # nothing of it may be read

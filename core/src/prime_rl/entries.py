@@ -127,15 +127,15 @@ def group_meant(group: str) -> str | None:
 def misspelt_groups() -> list[MisspeltGroup]:
     """The groups of installed distributions that look like ours and that nothing reads, one for
     each distribution."""
-    found = []
+    misspelt = []
     for group in installed_groups(""):
         if group_meant(group) is None:
             continue
         by_distribution: dict[str, list[EntryPoint]] = {}
         for entry in installed_entries(group):
             by_distribution.setdefault(entry.dist.name if entry.dist else "", []).append(entry)
-        found += [MisspeltGroup(group, tuple(each)) for each in by_distribution.values()]
-    return found
+        misspelt += [MisspeltGroup(group, tuple(each)) for each in by_distribution.values()]
+    return misspelt
 
 
 @lru_cache(maxsize=256)

@@ -299,6 +299,7 @@ async def test_while_engines_sleep_the_limit_of_a_rollout_is_that_of_their_awake
     wanted = settings(PlainTaskset, timeout=600.0, engines_sleep=True)
     async with Environment(wanted) as env:
         assert env._env.config.timeout.episode is None
+        assert env._env.config.timeout.finalize is None
         asked = {"model": ModelEndpoint(MODEL, engine.url), "sampling": SamplingSettings()}
         limits = []
 

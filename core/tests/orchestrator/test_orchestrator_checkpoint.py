@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import math
@@ -431,6 +432,29 @@ async def test_a_source_hears_which_of_its_states_are_in_a_complete_checkpoint(
     state.context.launch = SimpleNamespace(checkpoint=made, first_step=7)  # type: ignore[misc]
     await state.before_training()
     assert source.heard == ["2", "3"]
+
+
+async def test_a_source_whose_part_the_disk_refuses_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hears = Hears()
+    state = await begun(tmp_path, observer=hears)
+    source = Keeps()
+    state.envs[0].source = ExternalSource("a", SimpleNamespace(), source)  # type: ignore[arg-type]
+    state._parts["sources/a"] = source
+    await state._write(2)
+    complete(tmp_path, 2)
+    is_dir = Path.is_dir
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "sources":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    await state._look()
+    assert source.heard == []
+    assert [step for step, *_ in hears.heard] == [2]
 
 
 async def test_a_checkpoint_that_replaces_another_is_announced_when_it_is_complete(

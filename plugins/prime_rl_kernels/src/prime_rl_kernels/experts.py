@@ -60,11 +60,11 @@ def grouped_mm(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
         dtype = torch.get_autocast_dtype(kind)
         hidden = hidden.to(dtype)
 
-    own = [*experts.parameters(recurse=False)]
-    if own and isinstance(own[0], DTensor):
+    stored = [*experts.parameters(recurse=False)]
+    if stored and isinstance(stored[0], DTensor):
         return over_ranks(
             partial(_of_rows, experts),
-            own,
+            stored,
             hidden,
             chosen=chosen,
             weights=weights,

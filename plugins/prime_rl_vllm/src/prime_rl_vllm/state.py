@@ -52,8 +52,8 @@ class State:
     reporting: asyncio.Task[None] | None = None
     watching: asyncio.Task[None] | None = None
     pending: set[asyncio.Task[None]] = field(default_factory=set)
-    """What nobody waits for: pauses of prefill engines that vLLM does not call complete yet, and
-    prompts whose client has left."""
+    """Tasks that go on by themselves: pauses of prefill engines that vLLM does not call complete
+    yet, and prompts whose client has left. asyncio keeps only weak references."""
     admin: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One admin request at a time."""
 
