@@ -3,19 +3,24 @@
 import sys
 
 import pytest
+from waiting import eventually
 
 from prime_rl.rundir.directory import log_dir, new_attempt
 from prime_rl_app.children import end, start
 from prime_rl_app.logs import MIB, LogLimit
 
 FLOOD = """
-import os, subprocess, sys
+import os, subprocess, sys, time
+flooded, go = sys.argv[1:]
 print("the first line", flush=True)
 for number in range(300_000):
     print(f"line {number} " + "x" * 80)
 sys.stdout.flush()
 os.write(2, b"y" * (3 << 20))  # no line at all
 subprocess.run([sys.executable, "-c", "print('of a grandchild\\\\n' * 200_000)"])
+open(flooded, "w").close()
+while not os.path.exists(go):
+    time.sleep(0.01)
 print("the last line", flush=True)
 """
 
@@ -24,15 +29,20 @@ print("the last line", flush=True)
 def flood(tmp_path):
     """A child that writes 35 MiB to its log."""
     new_attempt(tmp_path)
-    child = start("orchestrator", [sys.executable, "-c", FLOOD], {}, log_dir(tmp_path) / "a.log")
+    flags = [str(tmp_path / "flooded"), str(tmp_path / "go")]
+    command = [sys.executable, "-c", FLOOD, *flags]
+    child = start("orchestrator", command, {}, log_dir(tmp_path) / "a.log")
     yield child
     end([child], grace=0)
 
 
 def test_a_flood_of_prints_ends_in_a_log_with_its_first_and_last_lines(flood, tmp_path):
     limit = LogLimit(tmp_path, max_mib=1)
-    assert flood.process.wait(120) == 0
+    eventually((tmp_path / "flooded").exists, flood.process)
+    # What is written during a cut may be lost, so the last line comes after the last cut.
     limit.close()
+    (tmp_path / "go").touch()
+    assert flood.process.wait(120) == 0
     text = flood.log.read_text()
     assert len(text) <= MIB
     lines = text.splitlines()
