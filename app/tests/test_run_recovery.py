@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
@@ -71,6 +72,15 @@ def test_on_a_full_disk_the_run_ends_with_the_cause(run):
     with pytest.raises(ProcessFailed, match="the whole story") as raised:
         run.recovery.allow(failure(), 1)
     assert raised.value.__cause__.errno == errno.ENOSPC
+
+
+def test_a_disk_that_refuses_to_show_checkpoints_keeps_no_run_from_going_on(run, monkeypatch):
+    (run.dir / "checkpoints").mkdir()
+    disk = SharedDisk(monkeypatch, run.dir / "checkpoints")
+    with disk.refusing():
+        run.recovery.allow(failure(), 1)
+    assert disk.refused
+    assert "starting again from the start" in run.said[0]
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_run(run):

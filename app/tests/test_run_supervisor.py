@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from resolved_parts import resolved_with
 from waiting import Clock
 
@@ -74,6 +75,16 @@ def test_the_error_names_the_checkpoint_to_resume_from(spawn, view):
     names = ("inference", "trainer", "orchestrator")
     children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
     with pytest.raises(RunError, match=r"\n--resume continues from the checkpoint of step 10\.$"):
+        _watch(children, view)
+
+
+def test_an_error_is_not_hidden_by_a_disk_that_refuses_to_show_checkpoints(
+    spawn, view, monkeypatch
+):
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    disk = SharedDisk(monkeypatch, view.run_dir)
+    with disk.refusing(), pytest.raises(ProcessFailed, match=r"^trainer exited with code 1\."):
         _watch(children, view)
 
 

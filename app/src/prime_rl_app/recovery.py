@@ -85,10 +85,11 @@ class Recovery:
         self._last = failure.cause, step
         since = self._began
         where = "the start"
-        for newest in whole_steps(self._run_dir)[-1:]:
-            mark = finished(self._run_dir, newest).directory / CHECKSUMS
-            since = max(since, mark.stat().st_mtime)
-            where = f"step {newest}"
+        with suppress(OSError):  # that is for the message alone
+            for newest in whole_steps(self._run_dir)[-1:]:
+                mark = finished(self._run_dir, newest).directory / CHECKSUMS
+                since = max(since, mark.stat().st_mtime)
+                where = f"step {newest}"
 
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}

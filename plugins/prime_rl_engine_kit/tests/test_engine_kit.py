@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 
 import pytest
+from disks import SharedDisk
 from starlette.requests import Request
 
 from prime_rl import ConfigError
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, READY
+from prime_rl.rundir.status import Status
 from prime_rl_engine_kit import process
 from prime_rl_engine_kit.body import MAX_BODY_BYTES, ClientGone, read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
@@ -224,3 +226,15 @@ def test_the_alternatives_of_a_prompt_fit_an_answer() -> None:
         else:
             with pytest.raises(RequestError, match="is 524289; at most 524288 of each of 8 tokens"):
                 check_generate(body, large)
+
+
+def test_a_model_that_the_disk_refuses_to_show_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / READY).touch()
+    (tmp_path / "config.json").touch()
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing() as answer:
+        monkeypatch.setattr(process.time, "sleep", lambda seconds: answer())
+        process.wait_for_model(tmp_path, Status(None))
+    assert disk.refused

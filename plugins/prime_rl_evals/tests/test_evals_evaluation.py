@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from waiting import LIMIT, until
 
 from prime_rl import PluginConfig
@@ -628,3 +629,15 @@ def test_a_metric_without_evaluations_at_the_right_steps_is_refused(tmp_path, ta
     world = World(tmp_path, [0.9], **tables)
     with pytest.raises(ConfigError, match=said):
         Evaluation.check(world.evaluation.context.config)
+
+
+def test_a_result_that_the_disk_refuses_is_kept_in_memory(tmp_path, monkeypatch, caplog):
+    results = EvalLog(tmp_path), EvalResult("held", 1, 0.5, 8, 0)
+    results[0].append("during", results[1])
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        results[0].append("during", results[1])
+    assert "cannot write" in caplog.text
+    results[0].append("during", results[1])
+    assert len(results[0].results["during"]) == 3
+    assert len(EvalLog(tmp_path).results["during"]) == 2

@@ -330,9 +330,9 @@ def model_folder(launch: Launch, status: Status) -> Path:
     path = Path(launch.model_path)
     # A resumed run may need its first weights too, which are in another folder.
     made = path / READY if launch.wait_for_model else launch.initial
-    if (launch.wait_for_model or made != path) and not made.exists():
+    # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
+    if (launch.wait_for_model or made != path) and made.name not in names_seen(made.parent):
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
-        # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
         while made.name not in names_seen(made.parent):
             time.sleep(POLL_SECONDS)
 

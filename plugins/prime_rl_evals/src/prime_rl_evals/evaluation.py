@@ -88,14 +88,16 @@ class EvalLog:
         """Add a result. If its line cannot be written, the run goes on."""
         self.results[when].append(result)
         line = {"step": result.policy_version, "when": when, **asdict(result)}
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = None
         try:
             with self.path.open("a", encoding="utf-8") as file:
+                size = file.tell()
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.error("cannot write to %s: %s", self.path, error)
             with suppress(OSError):  # the next line must not continue a torn one
-                os.truncate(self.path, size)
+                if size is not None:
+                    os.truncate(self.path, size)
 
 
 def free_slots(max_inflight: int, training: int) -> int:
