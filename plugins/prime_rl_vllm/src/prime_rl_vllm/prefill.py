@@ -29,7 +29,6 @@ LEASE_SECONDS = 3600
 """For which a prefill engine keeps KV that has not been taken over. Then vLLM frees it and does not
 tell the other engine, which would read the KV of another prompt. The lease is renewed while that
 engine makes steps, so it has to be longer than any pause."""
-POLL_SECONDS = 0.5
 HOLD_SECONDS = 0.005
 
 
@@ -143,11 +142,10 @@ def hand_over_prompts(state: State) -> None:
 
 async def _release(state: State, prefill: asyncio.Task[dict[str, Any] | None]) -> None:
     """Have the prefill engine free the KV of a prompt that is not needed any more."""
-    where = await prefill
-    if where is None:
-        return
-
     try:
+        where = await prefill
+        if where is None:
+            return
         await state.engine.notify_kv_transfer_request_rejected(f"left-{uuid.uuid4().hex}", where)
     except Exception as error:  # the engine has died, and the server ends
         log.warning("KV of a prompt was not released: %s: %s", type(error).__name__, error)
@@ -233,12 +231,3 @@ async def hold_prefill(state: State, engine: Any) -> None:
     pausing.add_done_callback(state.pending.discard)
     while not await engine.is_paused():
         await asyncio.sleep(HOLD_SECONDS)
-
-
-async def end_with_prefill(state: State) -> None:
-    """End the server when a prefill engine has died. The run starts it again, with all engines."""
-    while not any(engine.errored for engine in state.prefill):
-        await asyncio.sleep(POLL_SECONDS)
-
-    log.error("a prefill engine has died, so the server ends; the reason is above")
-    state.end()
