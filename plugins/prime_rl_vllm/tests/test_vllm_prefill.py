@@ -199,6 +199,41 @@ def test_a_divided_server_passes_the_engine_suite(split: EngineSubject, check: s
     hold(split, check)
 
 
+TAKES_PORTS = """
+import os, socket, threading
+
+def take():
+    taken = set()
+    while True:
+        port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+        if port not in taken:
+            taken.add(port)
+            try:
+                listener = socket.create_server(("127.0.0.1", int(port)))
+            except OSError:  # another process has it already
+                continue
+            print("taken:", port, listener.fileno(), flush=True)
+            kept.append(listener)
+        ended.wait(0.001)
+
+kept = []
+ended = threading.Event()
+threading.Thread(target=take, daemon=True).start()
+"""
+"""Stands in for another process: it takes vLLM's own port, and one that the server has chosen."""
+
+
+def test_a_port_that_is_taken_while_an_engine_loads_is_not_used(tmp_path: Path) -> None:
+    """An engine whose port is taken waits for ever."""
+    (tmp_path / "sitecustomize.py").write_text(TAKES_PORTS)
+    env = {"PYTHONPATH": str(tmp_path)}
+    with started(server_settings(), tmp_path / "engine", python=PYTHON, env=env) as subject:
+        subject.meet()
+        subject.reply(letters(300, 8), max_tokens=2)
+        assert subject.metric(PULLED) == 300
+    assert "taken: 5600" in (tmp_path / "engine" / "engine.log").read_text()
+
+
 def test_a_server_whose_prefill_engine_is_killed_ends_with_the_reason(tmp_path: Path) -> None:
     """The run starts it again, with both. Its clients are patient, and are answered."""
     with started(server_settings(), tmp_path, python=PYTHON) as subject:

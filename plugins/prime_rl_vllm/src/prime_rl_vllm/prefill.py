@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from prime_rl.rundir.machine import free_ports
 from prime_rl_vllm.arguments import num_gpus
 from prime_rl_vllm.state import State
 
@@ -36,6 +34,7 @@ def engine_settings(settings: Mapping[str, Any], number: int, on_gpu: bool) -> d
     """vLLM's arguments of one engine of the server: 0 samples, the others compute prompts."""
     transfer = {
         "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "prime_rl_vllm.nixl",
         "kv_role": "kv_producer" if number else "kv_consumer",
         # Of KV that cannot be taken over, the engine that samples computes the prompt itself.
         "kv_load_failure_policy": "recompute",
@@ -52,29 +51,20 @@ def engine_settings(settings: Mapping[str, Any], number: int, on_gpu: bool) -> d
 
 
 def start_engines(namespaces: Sequence[argparse.Namespace]) -> list[Any]:
-    """vLLM's ``AsyncLLM`` for each command line. One after the other, because each reads its port
-    from the environment. Leaves the port of the engine that samples there."""
+    """vLLM's ``AsyncLLM`` for each command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engines: list[Any] = []
     try:
         for namespace in namespaces:
-            _choose_port()
             config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
             engines.append(AsyncLLM.from_vllm_config(config, disable_log_stats=True))
     except BaseException:
         end_engines(engines)
         raise
 
-    _choose_port()
     return engines
-
-
-def _choose_port() -> None:
-    """For the engine that starts next. Just before, because one whose port is taken while others
-    load waits for ever."""
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])
 
 
 def end_engines(engines: Sequence[Any]) -> None:
