@@ -194,6 +194,14 @@ async def test_the_first_examples_are_sampled_each_with_its_own_seed_at_one_vers
     assert [shown["reward"] for shown in found.shown] == [0.0, 1.0]  # one per example
 
 
+async def test_seeds_after_the_largest_of_a_run_begin_at_zero(tmp_path):
+    world = World(tmp_path, [0.0, 1.0], num_examples=2)
+    config = world.config.model_copy(update={"seed": 2**63 - 1})
+    world.evaluation.context.config = config
+    await world.evaluation.before_training()
+    assert sorted(seed for *_, seed in world.environment.calls) == [0, 2**63 - 1]
+
+
 async def test_rollouts_in_flight_are_bounded(tmp_path):
     world = World(tmp_path, [0.0] * 9, slots=2)
     await world.evaluation.before_training()

@@ -280,7 +280,9 @@ class Evaluation(Observer):
 
     async def _one(self, when: str, job: Job, version: int, finished: dict[Job, Finished]) -> None:
         env = job.env
+        # Engines take 63 bits, which the run's seed may fill.
         seed = self.context.config.seed + job.example * env.group_size + job.member
+        seed %= 2**63
         # One that holds nothing back begins some of its rollouts under newer weights.
         salt = str(version if self.settings.max_hold_seconds else self.policy.version)
         self.inflight += 1
