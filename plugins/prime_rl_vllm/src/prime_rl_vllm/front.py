@@ -202,10 +202,10 @@ class Front:
             if message["type"] == "lifespan.startup":
                 try:
                     await _prepare(self.state, scope["app"].state.engine_client)
-                except Exception:
+                except Exception as error:
                     # uvicorn takes it for an application without a start, and would go on.
                     log.exception("the server cannot be prepared, so it ends")
-                    self.state.end()
+                    self.state.end(f"the server cannot be prepared: {error}")
                     raise
             return message
 
@@ -218,11 +218,12 @@ async def _prepare(state: State, engine: Any) -> None:
     state.engine = engine
     for number, each in enumerate(state.engines):
         first = number * state.num_workers
+        of_run = state.weights_roots is not None
         for problem in await state.ask_workers_of(
-            each, "prime_rl_remember", state.model_dir, first
+            each, "prime_rl_remember", state.model_dir, first, of_run
         ):
             if problem is not None:
-                raise RequestError(f"cannot check weight updates: {problem}")
+                raise RequestError(f"the model cannot be given new weights: {problem}")
 
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
@@ -260,7 +261,7 @@ async def _end_with_an_engine(state: State) -> None:
     if not state.ending:  # an engine that is shut down counts as dead too
         dead = "the engine" if state.engine.errored else "a prefill engine"
         log.error("%s has died, so the server ends; the reason is above", dead)
-        state.end()
+        state.end(f"{dead} died; its log has the reason")
 
 
 def _add_adapter(state: State, engine: Any) -> None:

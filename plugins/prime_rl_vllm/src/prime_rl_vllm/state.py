@@ -41,6 +41,8 @@ class State:
     """Whether the engine is shut down: what waits for it gets no answer any more."""
     died: bool = False
     """Whether the engine ended before it was shut down."""
+    reason: str = "the engine died; its log has the reason"
+    """Why the server ends, if ``died``."""
     paused: bool = False
     asleep: bool = False
     pauses: int = 0
@@ -121,8 +123,9 @@ class State:
         weights computed, including requests that arrive during an update."""
         return f"{self.pauses}:{client or ''}"
 
-    def end(self) -> None:
+    def end(self, reason: str) -> None:
         """End the server as one whose engine has died: the run starts it again."""
+        self.reason = reason
         self.died = True
         self.ending = True
         os.kill(os.getpid(), signal.SIGTERM)
