@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 from prime_rl.rundir.machine import free_ports
 
 
-class NixlConnector(VllmNixlConnector):
+class NixlConnector(VllmNixlConnector):  # type: ignore[misc]  # mypy does not see vLLM
     """Named in ``kv_transfer_config`` (``prefill.engine_settings``)."""
 
     def set_xfer_handshake_metadata_pp_aware(self: Any, metadata: Any) -> None:
