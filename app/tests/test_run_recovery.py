@@ -60,6 +60,12 @@ def test_restarts_are_counted_from_the_furthest_step(run):
     assert [line["step"] for line in lines] == [4, 4, 5] and lines[0]["lost_seconds"] >= 0
 
 
+def test_a_cause_that_is_a_sentence_reads_on(run):
+    run.trained(4)
+    run.recovery.allow(failure("orchestrator exited with code 1: no group. Add some."), 1)
+    assert run.said[0].startswith("orchestrator exited with code 1: no group. Add some, after step")
+
+
 def test_an_error_that_a_process_reports_ends_a_run_that_has_trained_nothing(run):
     with pytest.raises(ProcessFailed):
         run.recovery.allow(failure("trainer exited with code 1: no GPU", reported=True), 1)

@@ -259,7 +259,9 @@ def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
     children = [spawn("raise SystemExit(1)", "inference"), spawn(asked, "trainer")]
     stop = stop_of(view.run_dir, said)
     _watch([*children, spawn(asked, "orchestrator")], view, stop=stop)
-    assert said == ["stopping: saving weights (again: now)"]
+    assert said == [
+        "stopping: finishing the step and saving (a second signal ends the run at once)"
+    ]
     assert (stop.result.step, stop.result.trained) == (7, True)
 
 

@@ -99,7 +99,7 @@ class Recovery:
             raise failure from error
 
         self._tell(
-            f"{failure.cause}, after step {step}: starting again from {where} "
+            f"{failure.cause.removesuffix('.')}, after step {step}: starting again from {where} "
             f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"
         )
         self._sleep(min(2.0**self._used - 1.0, LONGEST_WAIT))
