@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,21 @@ def test_on_a_full_disk_the_run_ends_with_the_cause(run):
     with pytest.raises(ProcessFailed, match="the whole story") as raised:
         run.recovery.allow(failure(), 1)
     assert raised.value.__cause__.errno == errno.ENOSPC
+
+
+def test_a_restart_that_a_full_disk_took_in_part_tears_no_later_line(run):
+    run.recovery.allow(failure("first"), 1)
+    path = run.dir / LOG
+    limits = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(ProcessFailed):
+            run.recovery.allow(failure("second"), 1)
+    finally:
+        setrlimit(RLIMIT_FSIZE, limits)
+    run.recovery.allow(failure("third"), 1)
+    causes = [json.loads(line)["cause"] for line in path.read_text().splitlines()]
+    assert causes == ["first", "third"]
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_run(run):

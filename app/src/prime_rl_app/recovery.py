@@ -8,6 +8,7 @@ a process exits, is stopped, or gives no sign of life -> ``ProcessFailed``
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -92,10 +93,14 @@ class Recovery:
 
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
+        path = self._run_dir / LOG
+        size = path.stat().st_size if path.exists() else 0
         try:
-            with (self._run_dir / LOG).open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
+            with suppress(OSError):  # the next line must not continue a torn one
+                os.truncate(path, size)
             raise failure from error
 
         self._tell(
