@@ -86,3 +86,19 @@ def test_a_log_is_cut_when_the_disk_answers_again(tmp_path, monkeypatch):
         eventually(lambda: disk.refused > 1)  # more than one look, so the thread goes on
     limit.close()
     assert log.stat().st_size <= MIB
+
+
+def test_the_thread_that_cuts_the_logs_may_be_the_one_that_ends_them(tmp_path, monkeypatch):
+    """Where the garbage collector runs in it."""
+    begun, ended = [], []
+
+    def look(limit):
+        if not begun:
+            begun.append(limit)
+            limit.close()
+            ended.append(limit)
+
+    monkeypatch.setattr(LogLimit, "look", look)
+    limit = LogLimit(tmp_path, max_mib=1)
+    eventually(lambda: ended)
+    limit.close()

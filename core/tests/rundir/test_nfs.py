@@ -265,7 +265,9 @@ def test_a_stop_is_passed_on_when_the_disk_answers_again(
         assert stop.is_asked and said == []
     assert stop.is_asked and stop.is_asked
     assert (tmp_path / STOP).exists()
-    assert said == ["stopping: saving weights (again: now)"]
+    assert said == [
+        "stopping: finishing the step and saving (a second signal ends the run at once)"
+    ]
 
 
 def test_checkpoints_that_cannot_be_seen_are_not_taken_for_none(

@@ -160,10 +160,10 @@ class Stop:
             return
 
         (self._run_dir / STOP).touch()
-        self._tell("stopping: saving weights (again: now)")
+        self._tell("stopping: finishing the step and saving (a second signal ends the run at once)")
         with suppress(OSError):  # the stop does not depend on what can be said of it
             if would_repeat(self._run_dir):
-                self._tell(f"a second signal saves nothing; {durable(self._run_dir)}")
+                self._tell(f"after a second signal: {durable(self._run_dir)}")
 
     @property
     def result(self) -> Stopped | None:
