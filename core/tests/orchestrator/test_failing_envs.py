@@ -1,4 +1,4 @@
-"""Which envs the sampler may choose while one of them fails."""
+"""Which envs the sampler may choose while one fails, and how often a run that waits looks again."""
 
 from __future__ import annotations
 
@@ -311,3 +311,22 @@ def test_where_no_env_works_the_run_stays_within_its_bound(
     assert run.dispatcher.counts["dispatched"] > 3 * 64
     assert not any(run.dispatcher.is_failing(env) for env in envs)
     assert run.most_inflight <= 2 * BATCH + 4 * len(envs)
+
+
+def test_a_run_that_waits_for_an_hour_looks_less_and_less_often() -> None:
+    """Groups that age may change the leads. After 20 s of short steps, each rollout takes an hour.
+    A look for each quarter of a step would be one every 25 ms, 144,000 in all."""
+    run = Run(lambda env, now: (0.05 if now < 20 else 3600.0, True), envs=("sound",))
+    measured_at: list[float] = []
+    measure = run.dispatcher.admission.measure
+
+    def measured(version: int, now: float) -> bool:
+        measured_at.append(now)
+        return measure(version, now)
+
+    run.dispatcher.admission.measure = measured  # type: ignore[method-assign]
+    simulated(run, steps=204)
+    looks = [at for at in measured_at if 30 < at < 3600]
+    assert 300 < len(looks) < 600
+    # None is late by more than a 64th of the time that the run has waited.
+    assert all(after - before < (after - 20) / 60 for before, after in pairwise(looks))
