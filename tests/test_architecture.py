@@ -628,6 +628,17 @@ def test_every_group_of_entry_points_is_public_or_has_two_implementations() -> N
     assert len(single) <= 5
 
 
+def test_a_plugin_that_adds_a_command_is_loaded_by_the_help() -> None:
+    """Else ``prime-rl --help`` leaves the command out in silence."""
+    adds = {
+        folder.name
+        for folder in PLUGINS
+        for file in (folder / "src").rglob("*.py")
+        if "\ndef register_commands(" in file.read_text("utf-8")
+    }
+    assert adds == groups_of_entry_points()["prime_rl.commands"]
+
+
 # -- 9: text has an encoding ---------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 LOOK_SECONDS = 0.25
 MIB = 1 << 20
@@ -57,5 +57,7 @@ class LogLimit:
     def close(self) -> None:
         """Look once more, and end."""
         self._ended.set()
-        self._thread.join()
+        # The garbage collector calls this in any thread, also in our own.
+        if self._thread is not current_thread():
+            self._thread.join()
         self.look()

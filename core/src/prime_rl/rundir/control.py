@@ -143,9 +143,11 @@ class Stop:
         """Whether the run must end. The first time, this asks the orchestrator to stop."""
         marker = self._run_dir / STOP
         if self._asked() and not marker.exists():
-            self._tell("stopping: saving weights (again: now)")
+            self._tell(
+                "stopping: finishing the step and saving (a second signal ends the run at once)"
+            )
             if would_repeat(self._run_dir):
-                self._tell(f"a second signal saves nothing; {durable(self._run_dir)}")
+                self._tell(f"after a second signal: {durable(self._run_dir)}")
             marker.touch()
         return self._asked()
 

@@ -144,7 +144,12 @@ class Checkpointer:
         """Before the trainer ends because of ``error``: let the checkpoint that is being written
         become complete. Its collectives do not need the main threads, where the error is."""
         if self._pending is not None and not self._pending.done():
-            logger.error("%s. Up to %.0f s for the checkpoint begun", error, RESCUE_SECONDS)
+            logger.error(
+                "the trainer fails, and waits up to %.0f s for the checkpoint that is being "
+                "written: %s",
+                RESCUE_SECONDS,
+                error,
+            )
             wait([self._pending], RESCUE_SECONDS)
 
     def _write(self, step: int, state: dict[str, Any], config: Any, reference: int) -> None:
