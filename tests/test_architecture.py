@@ -33,7 +33,9 @@ PUBLIC = {"prime_rl", "prime_rl.testing"}
 
 EXEMPT = {
     # An engine's or a worker's process is a child of a run: it reports its state and ends with it.
+    # Rewards of a group are code of an env in the orchestrator, which no exit of it may end.
     ("prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"): (
+        "prime_rl.env.environment",
         "prime_rl.errors",
         "prime_rl.rundir.launch",
         "prime_rl.rundir.logs",

@@ -297,13 +297,17 @@ def resident_experts(
     return [*experts] if parallel.several_ranks() else []
 
 
-def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
-    """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
+def is_worth_compiling(policy: Policy, config: TrainerConfig, on_gpu: bool) -> bool:
+    """The rule of ``trainer.compile = "auto"``."""
     num_weights = sum(each.numel() for each in policy.model.parameters())
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.sends_tokens or config.watches_experts
-    worth_it = num_weights >= WORTH_COMPILING and not in_blocks
-    if device.type == "cuda" and worth_it:
+    return on_gpu and num_weights >= WORTH_COMPILING and not in_blocks
+
+
+def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
+    """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
+    if is_worth_compiling(policy, config, on_gpu=device.type == "cuda"):
         try:
             policy.prepare_blocks(config, device, compiled=True)
             return
