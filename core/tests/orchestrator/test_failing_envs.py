@@ -1,4 +1,4 @@
-"""Which envs the sampler may choose while one of them fails."""
+"""Which envs the sampler may choose while one fails, and how often a run that waits looks again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simulated_run import Simulated
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch_size import BatchSize
 from prime_rl.orchestrator.build import _may_be_sampled
-from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
+from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup, RequestedGroup
 from prime_rl.rollout import Rollout
 from prime_rl.testing import make_rollout
 
@@ -101,13 +101,16 @@ class Run:
         self.num_buffered = 0
         self.most_inflight = 0
         self.chosen: Counter[str] = Counter()
+        self.requested: list[tuple[int, str]] = []
+        """The step and the env of each group."""
         self.trained: Counter[str] = Counter()
         self.ends: list[float] = []
         settings = OrchestratorConfig(
             batch_size=BATCH,
             max_off_policy_steps=lag,
             group_size=size,
-            max_inflight_rollouts=10_000,
+            # A synchronous run has one batch in flight, and the group that asks.
+            max_inflight_rollouts=10_000 if lag else None,
             train={"env": [{"id": name} for name in envs]},
         )
         self.envs: list[Any] = [
@@ -144,6 +147,7 @@ class Run:
             if _may_be_sampled(env, self.envs, curriculum, lambda: self.dispatcher)
         ]
         least = min(ready, key=lambda env: self.chosen[env.name])
+        self.requested.append((self.step, least.name))
         self.chosen[least.name] += 1
         if len(ready) == 1:  # an env that is not asked has no claim on later batches
             for env in self.envs:
@@ -221,7 +225,49 @@ def test_a_dead_env_costs_the_others_nothing_once_it_is_found(
     assert len(asking) <= 1
 
 
-@pytest.mark.parametrize("lag", [1, 8])
+@pytest.mark.parametrize("timeout", [0.01, 3.0, 300.0])
+def test_a_synchronous_run_asks_a_dead_env_by_one_group_and_waits_for_it(timeout: float) -> None:
+    """Four groups of the other env fill a batch. Both are sampled at the same time."""
+    run = simulated(Run(dead(timeout), lag=0), steps=60)
+    assert run.dispatcher.is_failing("other")
+    for step in range(30, 60):
+        assert Counter(env for at, env in run.requested if at == step) == {"sound": 4, "other": 1}
+    seconds = max(timeout, 0.05) + TRAIN_SECONDS
+    assert run.seconds_of_steps(first=30) == pytest.approx([seconds] * 29)
+
+
+def test_what_a_synchronous_run_requests_of_a_failing_env_depends_on_no_timing() -> None:
+    """The env's first 120 rollouts fail."""
+
+    def requested(seed: int) -> list[tuple[int, str]]:
+        durations = random.Random(seed)
+        started: Counter[str] = Counter()
+
+        def outcome(env: str, now: float) -> Outcome:
+            started[env] += 1
+            return 0.1 * durations.random(), env == "sound" or started[env] > 120
+
+        run = simulated(Run(outcome, lag=0), steps=40)
+        assert run.trained["other"] > 4 * BATCH
+        return run.requested
+
+    first = requested(seed=1)
+    assert all(requested(seed) == first for seed in range(2, 8))
+
+
+def test_a_resumed_run_asks_a_dead_env_as_before() -> None:
+    run = simulated(Run(dead(3.0), lag=0), steps=20)
+    saved = run.dispatcher.requested
+    assert saved.failed["other"] >= 64
+    saved.waiting = [RequestedGroup(saved.groups_opened - 1, "other", 0, asks=True)]
+
+    again = Run(dead(3.0), lag=0)
+    again.dispatcher.resume(saved)
+    simulated(again, steps=2)
+    assert Counter(again.requested) == {(1, "sound"): 4, (2, "sound"): 4, (2, "other"): 1}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 8])
 def test_an_env_that_works_again_trains_again(lag: int) -> None:
     """Also one whose rollouts take longer than the versions that a group may be behind."""
 
@@ -265,3 +311,22 @@ def test_where_no_env_works_the_run_stays_within_its_bound(
     assert run.dispatcher.counts["dispatched"] > 3 * 64
     assert not any(run.dispatcher.is_failing(env) for env in envs)
     assert run.most_inflight <= 2 * BATCH + 4 * len(envs)
+
+
+def test_a_run_that_waits_for_an_hour_looks_less_and_less_often() -> None:
+    """Groups that age may change the leads. After 20 s of short steps, each rollout takes an hour.
+    A look for each quarter of a step would be one every 25 ms, 144,000 in all."""
+    run = Run(lambda env, now: (0.05 if now < 20 else 3600.0, True), envs=("sound",))
+    measured_at: list[float] = []
+    measure = run.dispatcher.admission.measure
+
+    def measured(version: int, now: float) -> bool:
+        measured_at.append(now)
+        return measure(version, now)
+
+    run.dispatcher.admission.measure = measured  # type: ignore[method-assign]
+    simulated(run, steps=204)
+    looks = [at for at in measured_at if 30 < at < 3600]
+    assert 300 < len(looks) < 600
+    # None is late by more than a 64th of the time that the run has waited.
+    assert all(after - before < (after - 20) / 60 for before, after in pairwise(looks))
