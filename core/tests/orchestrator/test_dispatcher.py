@@ -793,9 +793,8 @@ async def fail_groups(world, number, finished=0):
         await settle()
 
 
-@pytest.mark.parametrize("lag", [0, 4])
-async def test_an_env_fails_once_64_rollouts_in_a_row_have_failed(caplog, lag):
-    async with World(size=8, batch=16, lag=lag) as world:
+async def test_an_env_fails_once_64_rollouts_in_a_row_have_failed(caplog):
+    async with World(size=8, batch=16, lag=4) as world:
         assert world.dispatcher.is_asked("e")
         await fail_groups(world, 7)
         assert not world.dispatcher.is_failing("e")
@@ -807,6 +806,12 @@ async def test_an_env_fails_once_64_rollouts_in_a_row_have_failed(caplog, lag):
         await fail_groups(world, 1, finished=1)  # one of eight is enough
         assert not world.dispatcher.is_failing("e")
         await fail_groups(world, 7)
+        assert not world.dispatcher.is_failing("e")
+
+
+async def test_no_env_fails_in_a_synchronous_run():
+    async with World(size=8, batch=16, lag=0) as world:
+        await fail_groups(world, 12)
         assert not world.dispatcher.is_failing("e")
 
 

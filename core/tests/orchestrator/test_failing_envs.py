@@ -17,7 +17,7 @@ from simulated_run import Simulated
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch_size import BatchSize
 from prime_rl.orchestrator.build import _may_be_sampled
-from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup, RequestedGroup
+from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.rollout import Rollout
 from prime_rl.testing import make_rollout
 
@@ -109,8 +109,7 @@ class Run:
             batch_size=BATCH,
             max_off_policy_steps=lag,
             group_size=size,
-            # A synchronous run has one batch in flight, and the group that asks.
-            max_inflight_rollouts=10_000 if lag else None,
+            max_inflight_rollouts=10_000,
             train={"env": [{"id": name} for name in envs]},
         )
         self.envs: list[Any] = [
@@ -225,19 +224,12 @@ def test_a_dead_env_costs_the_others_nothing_once_it_is_found(
     assert len(asking) <= 1
 
 
-@pytest.mark.parametrize("timeout", [0.01, 3.0, 300.0])
-def test_a_synchronous_run_asks_a_dead_env_by_one_group_and_waits_for_it(timeout: float) -> None:
-    """Four groups of the other env fill a batch. Both are sampled at the same time."""
-    run = simulated(Run(dead(timeout), lag=0), steps=60)
-    assert run.dispatcher.is_failing("other")
-    for step in range(30, 60):
-        assert Counter(env for at, env in run.requested if at == step) == {"sound": 4, "other": 1}
-    seconds = max(timeout, 0.05) + TRAIN_SECONDS
-    assert run.seconds_of_steps(first=30) == pytest.approx([seconds] * 29)
-
-
-def test_what_a_synchronous_run_requests_of_a_failing_env_depends_on_no_timing() -> None:
-    """The env's first 120 rollouts fail."""
+@pytest.mark.parametrize("num_failures", [120, 1000])
+def test_what_a_synchronous_run_requests_of_a_failing_env_depends_on_no_timing(
+    num_failures: int,
+) -> None:
+    """Its batches are those of a run that is killed and resumed, so no count of what has come back
+    may choose a group. Durations have a long tail."""
 
     def requested(seed: int) -> list[tuple[int, str]]:
         durations = random.Random(seed)
@@ -245,29 +237,16 @@ def test_what_a_synchronous_run_requests_of_a_failing_env_depends_on_no_timing()
 
         def outcome(env: str, now: float) -> Outcome:
             started[env] += 1
-            return 0.1 * durations.random(), env == "sound" or started[env] > 120
+            works = env == "sound" or started[env] > num_failures
+            return 0.01 * durations.paretovariate(1.1), works
 
-        run = simulated(Run(outcome, lag=0), steps=40)
-        assert run.trained["other"] > 4 * BATCH
-        return run.requested
+        return simulated(Run(outcome, lag=0), steps=20).requested
 
     first = requested(seed=1)
-    assert all(requested(seed) == first for seed in range(2, 8))
+    assert all(requested(seed) == first for seed in range(2, 12))
 
 
-def test_a_resumed_run_asks_a_dead_env_as_before() -> None:
-    run = simulated(Run(dead(3.0), lag=0), steps=20)
-    saved = run.dispatcher.requested
-    assert saved.failed["other"] >= 64
-    saved.waiting = [RequestedGroup(saved.groups_opened - 1, "other", 0, asks=True)]
-
-    again = Run(dead(3.0), lag=0)
-    again.dispatcher.resume(saved)
-    simulated(again, steps=2)
-    assert Counter(again.requested) == {(1, "sound"): 4, (2, "sound"): 4, (2, "other"): 1}
-
-
-@pytest.mark.parametrize("lag", [0, 1, 8])
+@pytest.mark.parametrize("lag", [1, 8])
 def test_an_env_that_works_again_trains_again(lag: int) -> None:
     """Also one whose rollouts take longer than the versions that a group may be behind."""
 

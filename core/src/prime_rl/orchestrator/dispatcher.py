@@ -72,7 +72,7 @@ class OpenGroup(Ticket):
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The tasks of the members in flight, by number."""
     asks: bool = False
-    """Batches keep no places for it: its env fails, or did when it was opened."""
+    """Batches keep no places for it: its env was failing when it opened, or has failed since."""
     cancelled: bool = False
     num_cut_off: int = 0
     """Members without which it is handed on: cancelled, or left out after they had ended."""
@@ -112,8 +112,6 @@ class RequestedGroup(msgspec.Struct):
     example: int
     members: list[int] | None = None
     """Their numbers. None: all of the group."""
-    asks: bool = False
-    """Batches keep no places for it: its env was failing."""
 
 
 class Requested(msgspec.Struct):
@@ -128,8 +126,6 @@ class Requested(msgspec.Struct):
     """None: the file is of a version that did not save it."""
     tokens: dict[str, float] = {}
     """Tokens of a rollout by env, where a batch counts tokens."""
-    failed: dict[str, int] = {}
-    """Rollouts of each env that failed since one finished."""
 
 
 class Dispatcher:
@@ -267,7 +263,6 @@ class Dispatcher:
             if group.env.name in self.alone:
                 request = alone.setdefault(group.group_id, request)
 
-            request.asks = request.asks or group.asks
             # The parts of a group are one request, in the place of the first.
             if request.members is None:
                 request.members = []
@@ -286,7 +281,6 @@ class Dispatcher:
             yields=dict(self._yields),
             lead=self.admission.leads.known,
             tokens=dict(self._size.means),
-            failed={env: number for env, number in self._failed.items() if number},
         )
 
     def resume(self, requested: Requested) -> None:
@@ -295,8 +289,7 @@ class Dispatcher:
         waiting = [group for group in requested.waiting if group.env in self._envs]
         for group in waiting:
             env = self._envs[group.env]
-            for part in self._choose(group.group_id, env, group.example, members=group.members):
-                part.asks = group.asks
+            self._choose(group.group_id, env, group.example, members=group.members)
 
         num_gone = len(requested.waiting) - len(waiting)
         if num_gone:
@@ -307,7 +300,6 @@ class Dispatcher:
 
         self._size.resume({env: x for env, x in requested.tokens.items() if env in self._envs})
         self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
-        self._failed.update({env: x for env, x in requested.failed.items() if env in self._envs})
 
     # -- envs that fail ---------------------------------------------------------------------------
 
@@ -328,11 +320,8 @@ class Dispatcher:
                 env,
                 self._failed[env],
             )
-            # An env alone keeps its places: its batches have no other groups to wait for. So does
-            # one of a synchronous run, in which how many of its groups are back depends on timing.
-            if not self.admission.in_order and any(
-                other != env and not self.is_failing(other) for other in self._envs
-            ):
+            # An env alone keeps its places: its batches have no other groups to wait for.
+            if any(other != env and not self.is_failing(other) for other in self._envs):
                 self._wait_no_more(env)
         elif was_failing and not self.is_failing(env):
             log.info("env %r works again", env)
@@ -354,8 +343,9 @@ class Dispatcher:
         self.admission.wait_no_more(group)
 
     def is_failing(self, env: str) -> bool:
-        """Whether all that came back of an env lately has failed."""
-        return self._failed[env] >= FAILED_IN_A_ROW
+        """Whether all that came back of an env lately has failed. Never so in a synchronous run,
+        whose groups do not depend on what comes back."""
+        return self._failed[env] >= FAILED_IN_A_ROW and not self.admission.in_order
 
     def is_asked(self, env: str) -> bool:
         """Whether a group of the env is on its way."""
@@ -388,17 +378,12 @@ class Dispatcher:
     @property
     def limit(self) -> InflightLimit:
         """Rollouts that may be sampled at once. At least a group fits."""
-        synchronous = None
-        if self.admission.in_order:
-            # A group that asks comes beside the batch: it must not decide when the others open.
-            asking = [group for group in self._open.values() if group.asks]
-            synchronous = self._config.max_inflight + sum(len(g.requested) for g in asking)
-
+        is_synchronous = self.admission.in_order
         serving = self._engines.fleet.serving
         return inflight_limit(
             self._config.max_inflight_rollouts,
             [engine.client.health.capacity for engine in serving],
-            synchronous=synchronous,
+            synchronous=self._config.max_inflight if is_synchronous else None,
             batch_size=ceil(self.admission.leads.rollouts_per_batch),
             demands=self.admission.leads.demands,
         )
@@ -533,8 +518,7 @@ class Dispatcher:
     def _open_group(self, group: OpenGroup) -> None:
         self._open[group.number] = self._chosen.pop(group.number)
         self.admission.open(group, self._engines.policy.version, self._clock())
-        is_failing = self.is_failing(group.env.name)
-        if group.asks or (is_failing and not self._another_asks(group)):
+        if self.is_failing(group.env.name) and not self._another_asks(group):
             self._ask(group)
         for index in group.requested:
             self._start(group, index)

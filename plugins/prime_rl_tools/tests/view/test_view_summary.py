@@ -220,6 +220,25 @@ def test_a_finished_run_prints_the_commands_that_use_it(tmp_path):
     ]
 
 
+def of_a_script(run_dir):
+    """The config of a run whose reward is a function of a script."""
+    (run_dir / "configs").mkdir()
+    env = {"id": "function", "args": {"functions": "outputs/.functions/1.functions"}}
+    config = {"orchestrator": {"train": {"env": [env]}, "eval": {"env": []}}}
+    (run_dir / "configs" / "run.json").write_text(json.dumps(config))
+
+
+def test_a_run_with_functions_of_a_script_names_no_command_that_needs_them(tmp_path):
+    of_a_script(tmp_path)
+    whole(tmp_path, LAST)
+    measured(tmp_path, "after", 0.75, LAST)
+    assert printed(tmp_path).splitlines()[-3:] == [
+        f"Look at it      prime-rl report {tmp_path}",
+        f"Serve it        prime-rl serve {tmp_path} --port 8000",
+        f"Train on        prime_rl.train(..., resume='latest', max_steps={2 * LAST})",
+    ]
+
+
 # -- a stop -----------------------------------------------------------------------------------
 
 
@@ -242,6 +261,13 @@ def test_a_stopped_run_prints_its_results_and_how_to_resume(tmp_path):
         "Resume with     prime-rl run a.toml --resume",
     ]
     assert (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_stopped_run_with_functions_of_a_script_is_resumed_by_it(tmp_path):
+    of_a_script(tmp_path)
+    whole(tmp_path, 2)
+    last = printed_at_stop(tmp_path, step=2, saved=True).splitlines()[-1]
+    assert last == "Resume with     prime_rl.train(..., resume='latest')"
 
 
 def test_a_stop_without_a_trained_step_writes_no_summary(tmp_path):

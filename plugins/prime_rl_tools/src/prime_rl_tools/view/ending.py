@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -113,12 +114,16 @@ def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
     run = shlex.quote(str(run_dir))
     _print_line(console, f"Look at it      prime-rl report {run}")
     _print_line(console, f"Serve it        prime-rl serve {run} --port 8000")
-    if (run_dir / "evals.jsonl").exists():
+    is_from_script = rewards_are_of_a_script(run_dir)
+    if (run_dir / "evals.jsonl").exists() and not is_from_script:
         _print_line(
             console, f"Evaluate it     prime-rl eval {run} --base-url http://127.0.0.1:8000/v1"
         )
 
-    if whole_steps(run_dir):
+    if whole_steps(run_dir) and is_from_script:
+        more = f"resume='latest', max_steps={2 * max_steps}"
+        _print_line(console, f"Train on        prime_rl.train(..., {more})")
+    elif whole_steps(run_dir):
         file, name = (
             shlex.quote(str(each)) for each in (run_dir / "configs" / "run.json", run_dir.name)
         )
@@ -141,9 +146,22 @@ def print_stop(
 
     steps = whole_steps(run_dir)
     if steps and steps[-1] < max_steps:
-        _print_line(console, f"Resume with     {command} --resume")
+        by_script = "prime_rl.train(..., resume='latest')"
+        again = by_script if rewards_are_of_a_script(run_dir) else f"{command} --resume"
+        _print_line(console, f"Resume with     {again}")
     elif saved and not steps:
         _print_line(console, "No checkpoint to resume from was written (ckpt.enabled = false)")
+
+
+def rewards_are_of_a_script(run_dir: Path) -> bool:
+    """Whether rewards are functions of a script or a notebook: no command can bring them again,
+    because the key that they were sealed with has ended with it."""
+    try:
+        orchestrator = json.loads((run_dir / "configs" / "run.json").read_bytes())["orchestrator"]
+        envs = [*orchestrator["train"]["env"], *orchestrator["eval"]["env"]]
+        return any("functions" in env["args"] for env in envs)
+    except (OSError, ValueError, LookupError, TypeError):  # a summary is printed all the same
+        return False
 
 
 def _print_line(console: Console, text: str) -> None:
