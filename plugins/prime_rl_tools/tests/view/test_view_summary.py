@@ -313,6 +313,24 @@ def test_a_reward_that_collapses_is_said(tmp_path, first, last, warned):
     assert ("WARNING  the sampled reward has collapsed: 0.4" in console.export_text()) == warned
 
 
+def test_the_most_frequent_failure_of_rollouts_is_said_with_its_reason(tmp_path):
+    logs = tmp_path / "logs" / "latest"
+    logs.mkdir(parents=True)
+    head = "2026-11-23 07:13:01,119 WARNING prime_rl.orchestrator.sampling: env 'e', example 1"
+    failed = f"{head}, group 1: rollout failed and will not train"
+    lines = [
+        f"{failed}: TimeoutError: after 600 s",
+        f"{failed}: RewardFault: row 2: reward exact raised KeyError: 'a' (line 3 of r.py)",
+        f"{failed}: RewardFault: row 7: reward exact raised KeyError: 'a' (line 3 of r.py)",
+        "2026-11-23 07:13:01,119 WARNING prime_rl: step 3 is slow",
+    ]
+    (logs / "orchestrator.log").write_text("\n".join(lines))
+    rewarded(tmp_path, [0.25, 0.75])
+    (said,) = [line for line in printed(tmp_path).splitlines() if " failures: " in line]
+    reason = "RewardFault: row 2: reward exact raised KeyError: 'a' (line 3 of r.py)"
+    assert said.strip() == f"2 of 3 failures: {reason}"
+
+
 def test_what_the_processes_logged_as_errors_is_said_once_for_each_sort(tmp_path):
     logs = tmp_path / "logs" / "latest"
     logs.mkdir(parents=True)

@@ -26,6 +26,12 @@ COLLAPSED = 0.25
 MAX_ERRORS = 3
 """Logged errors that the summary shows."""
 
+ROLLOUT_FAILED = r"\S+ \S+ WARNING prime_rl\S*: .*: rollout failed and will not train: (.+)"
+"""A line of the orchestrator's log; the group is the reason."""
+
+LONGEST_REASON = 300
+"""Characters of a reason that the summary shows."""
+
 
 def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Print rewards and sample rollouts before and after training, and the paths of the results.
@@ -45,6 +51,10 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         if shares:
             text = f"of rollouts {outcomes_text(shares)}   mean of all steps"
             console.print(Text(f"{'':16}{text}", outcomes_style(shares)), soft_wrap=True)
+
+        failure = most_frequent_failure(run_dir)
+        if failure:
+            console.print(Text(f"{'':16}{failure}", "red"), soft_wrap=True)
 
         if sampled["first"] > 0 and sampled["last"] < COLLAPSED * sampled["first"]:
             console.print(
@@ -99,6 +109,30 @@ def logged_errors(run_dir: Path) -> list[str]:
                     errors.setdefault(sort, f"{path.stem}: {error[1]}")
 
     return [*errors.values()]
+
+
+def most_frequent_failure(run_dir: Path) -> str:
+    """Why rollouts failed most often, as the orchestrator of the last attempt logged it: a reward
+    that raises, a time-out. Empty if none failed."""
+    path = run_dir / "logs" / "latest" / "orchestrator.log"
+    if not path.exists():
+        return ""
+
+    failures: dict[str, list[str]] = {}
+    with path.open(errors="replace", encoding="utf-8") as file:
+        for line in file:
+            failed = re.fullmatch(ROLLOUT_FAILED, line.rstrip("\n"))
+            if failed:
+                # Rows and replies differ; the first words are those of the failure's sort.
+                sort = " ".join(re.sub(r"\d+", "0", failed[1]).split()[:10])
+                failures.setdefault(sort, []).append(failed[1])
+
+    if not failures:
+        return ""
+    most = max(failures.values(), key=len)
+    total = sum(map(len, failures.values()))
+    reason = most[0] if len(most[0]) <= LONGEST_REASON else f"{most[0][:LONGEST_REASON]} ..."
+    return f"{len(most)} of {counted(total, 'failure')}: {reason}"
 
 
 def print_findings(console: Console, run_dir: Path, found: Sequence[Verdict]) -> None:
