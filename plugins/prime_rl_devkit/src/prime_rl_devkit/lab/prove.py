@@ -244,6 +244,7 @@ class ProofSubject:
                         is_linear=linearity.holds if linearity else None,
                         likely=[*self.causes],
                         within=self.within(problem, size),
+                        unrewarded=self.unrewarded(problem, size, linearity),
                     )
                     self.causes.update(dict.fromkeys(each.many.causes if each.many else ()))
 
@@ -260,7 +261,27 @@ class ProofSubject:
             some = {int(n) for n in np.linspace(0, len(rows) - 1, SPREAD)}
             for number in sorted(some):
                 credits += reply_credits(rows[number], self.losses["own"], question.logits)
-        return within(credits)
+        return within(credits, known=self.causes)
+
+    def unrewarded(self, problem: Problem, size: int, linearity: Linearity | None) -> list[Part]:
+        """The questions with all rewards at 0, if credit is linear in them and something is left;
+        a group of two shows that."""
+        if linearity is None or not linearity.holds:
+            return []
+        zeros = []
+        for question in problem.questions:
+            nothing = question.rewarded("0", 0.0, np.zeros(len(question.replies)))
+            zeros.append(Asked(self, nothing))
+        try:
+            few = [each.part(min(size, 2), 0.0, lag=0, kind="own") for each in zeros]
+            left = [part.many for part in few] + [
+                part.goal for part in few if part.goal is not None
+            ]
+            if max(float(np.abs(each).max()) for each in left) < SMALL:
+                return []
+            return [each.part(size, problem.failing, lag=0, kind="own") for each in zeros]
+        except Refused:
+            return []
 
     def memory(self, question: Question) -> Memory:
         """Whether a group's credit changes after the same instance, or another instance in another

@@ -288,6 +288,17 @@ def _likelihood(estimate: Estimate, fit: Fit) -> str:
     return "tokens count by how likely the policy was to sample them"
 
 
+def _token(estimate: Estimate, fit: Fit) -> str:
+    return "tokens count by which token of the vocabulary they are, wherever they stand"
+
+
+def _apart(estimate: Estimate, fit: Fit) -> str:
+    return (
+        "the part of the credit that does not depend on the rewards: with all rewards at 0, the "
+        "update is not that of the objective"
+    )
+
+
 def _entropy(estimate: Estimate, fit: Fit) -> str:
     return "tokens count by the entropy of the policy in their place"
 
@@ -318,6 +329,8 @@ TEXT_OF: Mapping[str, Callable[[Estimate, Fit], str]] = {
     "place": _place,
     "likelihood": _likelihood,
     "entropy": _entropy,
+    "token": _token,
+    "apart": _apart,
     "other": _other,
 }
 """The name of a cause, in words."""
