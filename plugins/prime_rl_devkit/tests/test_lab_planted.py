@@ -7,6 +7,7 @@ expected follows from its definition, not from the lab.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from statistics import fmean, median, pstdev, stdev
 
@@ -142,6 +143,17 @@ def longest_left_out(group):
         0.0 if length(rollout) == longest > shortest else a
         for rollout, a in zip(group, credit, strict=True)
     ]
+
+
+def mean_of_those_that_ended(group):
+    ended = [rollout.reward for rollout in group if not rollout.is_truncated]
+    return [rollout.reward - (fmean(ended) if ended else 0.0) for rollout in group]
+
+
+def only_those_that_ended(group):
+    ended = [rollout for rollout in group if not rollout.is_truncated]
+    credit = dict(zip(map(id, ended), above_the_others(rewards_of(ended)), strict=True))
+    return [credit.get(id(rollout), 0.0) for rollout in group]
 
 
 def to_go(values):
@@ -287,6 +299,8 @@ WRONG = {
         of_group(lambda g: above_the_others([o.reward - 0.05 * logprobs(o).sum() for o in g])),
         {"apart"},
     ),
+    "a baseline of replies that ended": (of_group(mean_of_those_that_ended), {"cut_off"}),
+    "cut replies left out": (of_group(only_those_that_ended), {"cut_off"}),
     "the KL with the other sign": (KLWithTheOtherSign, {"apart"}),
     "the KL of the token alone": (KLOfTheTokenAlone, {"apart"}),
     "k3 as a reward": (K3AsReward, {"apart"}),
@@ -340,6 +354,17 @@ def test_a_wrong_estimator_is_called_wrong_and_its_cause_is_true(name):
     assert not found.is_unbiased
     assert found.codes & causes, found.verdict
     assert found.codes <= causes | HARMLESS, found.verdict
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_credit_that_is_random_is_not_said_to_depend_on_others(draw):
+    cls = of_rewards(lambda r: [2 * a * (draw() < 0.5) for a in above_the_others(r)])
+    state = random.getstate()
+    random.seed(1)
+    np.random.seed(1)
+    found = prove(cls(CONFIG), group_size=2, staleness=(0,), problems=(FEW["signed"],))
+    random.setstate(state)
+    assert found.codes == {"random"}, found.verdict
 
 
 def position_baseline(credit, rollout):

@@ -13,7 +13,7 @@ part off any e.
     rewards      the gradient of the probability of each reward: credit is any function of it
     turns        the rewards of each turn, on the tokens of each turn
     length       the reward of the replies of each length
-    cut_off      the reward of the replies without a stop token
+    cut_off      the reward of the replies without a stop token, and a scale for each question
     place        the reward on the first, second, ... token, and on the last, last but one, ...
     apart        the update with all rewards at 0, and the gradient of the objective there
 
@@ -258,12 +258,14 @@ def _kind_of(apart: Apart, questions: Sequence[Question], at: Sequence[Floats]) 
     of some length, or without a stop token, and nothing else; else ``apart``."""
     if any(goal.any() for goal in apart.goals):
         return "apart"
-    kinds = {"length": _lengths, "cut_off": _cut_off}
-    for cause, columns_of in kinds.items():
+    for cause in ("length", "cut_off"):
         left = total = 0.0
         for question, update, logits in zip(questions, apart.updates, at, strict=True):
-            # Every second column is weighted with rewards.
-            columns = columns_of(question, logits)[::2]
+            # Those that are not weighted with rewards.
+            of_length = cause == "length"
+            columns = (
+                _lengths(question, logits)[::2] if of_length else _cut_off(question, logits)[:1]
+            )
             rest = _rest(update, columns)[0] if columns else update
             left += float(rest @ rest)
             total += float(update @ update)
@@ -324,11 +326,15 @@ def _lengths(question: Question, logits: Floats) -> list[Floats]:
 
 
 def _cut_off(question: Question, logits: Floats) -> list[Floats]:
-    """[P] twice: the gradient of the probability of the replies without a stop token, and the same
-    weighted with their rewards."""
-    these = question.probabilities(logits) * question.is_cut_off
+    """[P] thrice: the gradient of the probability of the replies without a stop token, the same
+    weighted with their rewards, and that of all rewards: where such replies count for less, so does
+    a question that has many of them."""
+    p = question.probabilities(logits)
+    these = p * question.is_cut_off
     scores = question.scores(logits)
-    return [these @ scores, (these * question.rewards) @ scores] if these.any() else []
+    if not these.any():
+        return []
+    return [each @ scores for each in (these, these * question.rewards, p * question.rewards)]
 
 
 def _places(question: Question, logits: Floats) -> list[Floats]:
