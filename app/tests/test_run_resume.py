@@ -165,6 +165,66 @@ def test_a_run_that_is_over_says_so(tmp_path: Path) -> None:
         plan(asked, "latest")
 
 
+def test_auto_leaves_a_run_that_is_done_as_it_is_without_a_checkpoint_of_its_last_step(
+    tmp_path: Path,
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"}, ckpt={"enabled": False})
+    longer = config(tmp_path, run={"name": "mine"}, max_steps=20)
+    run_dir = make_run_dir(asked)
+    (run_dir / "trainer.jsonl").write_text('{"step": 9}\n{"step": 10}\n')
+    with pytest.raises(ZeroDivisionError), supervised(run_dir):
+        raise ZeroDivisionError
+    assert not plan(asked, "auto").is_over
+    with supervised(run_dir):
+        pass
+    with pytest.raises(ConfigError, match="done after step 10, max_steps is 20, and it has no"):
+        plan(longer, "auto")  # from the start, it would lose what is there
+    for _ in range(2):
+        found = plan(asked, "auto")
+        assert (found.is_over, found.run_dir) == (True, run_dir)
+        assert "is done after step 10, max_steps is 10: nothing is left" in found.notes[0]
+        if found.checkpoint is None:
+            checkpoint(run_dir, 8, asked)  # that of step 10 could not be written
+    assert not plan(longer, "auto").is_over
+
+
+def test_auto_does_not_go_on_with_a_run_that_stop_has_ended(tmp_path: Path) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    checkpoint(run_dir := make_run_dir(asked), 4, asked)
+    (run_dir / "STOP").write_text("early stop: no new best in 3 evaluations")
+    assert not plan(asked, "auto").is_over  # it was killed before it was done
+    with supervised(run_dir):
+        pass
+    found = plan(asked, "auto")
+    assert found.is_over and "is done: early stop: no new best in 3" in found.notes[0]
+    assert not plan(asked, "latest").is_over
+    (run_dir / "STOP").write_text("")  # of a user, too late
+    assert not plan(asked, "auto").is_over
+
+
+def test_a_run_that_another_process_ran_meanwhile_is_not_resumed_from_an_older_checkpoint(
+    tmp_path: Path,
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    with begin(asked, plan(asked, "auto")) as (run_dir, _), supervised(run_dir):
+        checkpoint(run_dir, 4, asked)
+        chosen = plan(asked, "latest")
+        checkpoint(run_dir, 6, asked)
+    with pytest.raises(RunHeld, match="until a moment ago"), begin(asked, chosen):
+        pass
+    assert whole_steps(run_dir) == [4, 6]
+    with begin(asked, plan(asked, "latest")) as (_, found):
+        assert found is not None and found.step == 6
+
+
+def test_later_checkpoints_find_a_name_beside_what_is_left_of_earlier_ones(tmp_path: Path) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    checkpoint(run_dir := make_run_dir(asked), 4, asked)
+    (run_dir / "checkpoints" / "abandoned_2").mkdir()  # the first one was deleted
+    rewind(run_dir, 2)
+    assert (run_dir / "checkpoints" / "abandoned_3" / "step_4").is_dir()
+
+
 def test_auto_starts_a_run_without_a_checkpoint_again_in_place(tmp_path: Path) -> None:
     asked = config(tmp_path, run={"name": "mine"})
     fresh = plan(asked, "auto")

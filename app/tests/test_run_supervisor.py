@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from resolved_parts import resolved_with
 from waiting import Clock
 
@@ -57,6 +58,22 @@ def test_a_child_that_dies_ends_the_run_with_name_code_and_last_lines(spawn, vie
     assert sorted(message.splitlines()[1:]) == ["    loading", "    the reason"]
 
 
+def test_a_child_that_dies_on_a_full_disk_ends_the_run_with_the_disk_as_the_reason(
+    spawn, view, monkeypatch
+):
+    """Neither its log nor its status has room for it."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**19))
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    with pytest.raises(RunError) as caught:
+        _watch(children, view)
+    assert str(caught.value).splitlines()[1:] == [
+        "",
+        f"The disk of {view.run_dir} is full: 1.5 MiB are free. Free space; `prime-rl run "
+        "--resume` continues.",
+    ]
+
+
 def test_the_error_names_the_signal_that_killed_a_child(spawn, view):
     names = ("inference", "trainer", "orchestrator")
     children = [spawn(FOREVER, name) for name in names]
@@ -74,6 +91,16 @@ def test_the_error_names_the_checkpoint_to_resume_from(spawn, view):
     names = ("inference", "trainer", "orchestrator")
     children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
     with pytest.raises(RunError, match=r"\n--resume continues from the checkpoint of step 10\.$"):
+        _watch(children, view)
+
+
+def test_an_error_is_not_hidden_by_a_disk_that_refuses_to_show_checkpoints(
+    spawn, view, monkeypatch
+):
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    disk = SharedDisk(monkeypatch, view.run_dir)
+    with disk.refusing(), pytest.raises(ProcessFailed, match=r"^trainer exited with code 1\."):
         _watch(children, view)
 
 
@@ -259,7 +286,9 @@ def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
     children = [spawn("raise SystemExit(1)", "inference"), spawn(asked, "trainer")]
     stop = stop_of(view.run_dir, said)
     _watch([*children, spawn(asked, "orchestrator")], view, stop=stop)
-    assert said == ["stopping: saving weights (again: now)"]
+    assert said == [
+        "stopping: finishing the step and saving (a second signal ends the run at once)"
+    ]
     assert (stop.result.step, stop.result.trained) == (7, True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 LOOK_SECONDS = 0.25
 MIB = 1 << 20
@@ -30,7 +30,10 @@ class LogLimit:
 
     def look(self) -> None:
         """Cut what is too long now."""
-        for path in self._folder.glob("attempt_*/*.log"):
+        paths = list[Path]()
+        with suppress(OSError):  # a shared disk refuses now and then: the next look sees them
+            paths = [*self._folder.glob("attempt_*/*.log")]
+        for path in paths:
             with suppress(OSError):  # a full disk, or a log that was deleted
                 if path.stat().st_size > self._max_mib * MIB:
                     self._cut(path)
@@ -57,5 +60,7 @@ class LogLimit:
     def close(self) -> None:
         """Look once more, and end."""
         self._ended.set()
-        self._thread.join()
+        # The garbage collector calls this in any thread, also in our own.
+        if self._thread is not current_thread():
+            self._thread.join()
         self.look()

@@ -8,6 +8,7 @@ a process exits, is stopped, or gives no sign of life -> ``ProcessFailed``
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -85,21 +86,26 @@ class Recovery:
         self._last = failure.cause, step
         since = self._began
         where = "the start"
-        for newest in whole_steps(self._run_dir)[-1:]:
-            mark = finished(self._run_dir, newest).directory / CHECKSUMS
-            since = max(since, mark.stat().st_mtime)
-            where = f"step {newest}"
+        with suppress(OSError):  # that is for the message alone
+            for newest in whole_steps(self._run_dir)[-1:]:
+                mark = finished(self._run_dir, newest).directory / CHECKSUMS
+                since = max(since, mark.stat().st_mtime)
+                where = f"step {newest}"
 
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
+        path = self._run_dir / LOG
+        size = path.stat().st_size if path.exists() else 0
         try:
-            with (self._run_dir / LOG).open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
+            with suppress(OSError):  # the next line must not continue a torn one
+                os.truncate(path, size)
             raise failure from error
 
         self._tell(
-            f"{failure.cause}, after step {step}: starting again from {where} "
+            f"{failure.cause.removesuffix('.')}, after step {step}: starting again from {where} "
             f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"
         )
         self._sleep(min(2.0**self._used - 1.0, LONGEST_WAIT))

@@ -23,13 +23,20 @@ from typing import Any, TypedDict, cast
 
 from prime_rl.config.removed import without_removed
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError, NoCheckpoint, RunError
+from prime_rl.errors import ConfigError, NoCheckpoint, RunError, RunHeld
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.registry.manager import installed_versions
 from prime_rl.registry.offers import TUNING, settings_of
 from prime_rl.rundir.attempts import kill_left
-from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
-from prime_rl.rundir.control import Supervisor
+from prime_rl.rundir.checkpoints import (
+    Checkpoint,
+    checkpoints_dir,
+    copy,
+    finished,
+    last_trained,
+    whole_steps,
+)
+from prime_rl.rundir.control import RECORD, STOP, Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.rows import parse_row, read_table, whole_lines
 from prime_rl.rundir.status import replace_text
@@ -50,6 +57,14 @@ class ResumePlan:
     """Lines for the user: the checkpoint, and the changes since."""
     is_over: bool = False
     """The run is done: there is nothing left to do."""
+    seen: object = None
+    """What the plan was made from: ``_seen`` of the run that continues."""
+
+
+def _seen(run_dir: Path) -> object:
+    """What changes while a process runs the run: its checkpoints, and the supervisor's record."""
+    record = run_dir / RECORD
+    return whole_steps(run_dir), record.read_bytes() if record.exists() else None
 
 
 def plan(
@@ -59,14 +74,28 @@ def plan(
     ``latest``, or the start of the run if there is no checkpoint. A finished run is completed:
     export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the config does not
     fit the checkpoint or the run is over."""
+    runs = runs_of(config)
+    seen = {each.resolve(): _seen(each) for each in runs}  # before anything else is read
     try:
         checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
     except NoCheckpoint:
-        begun = next((each for each in runs_of(config) if not (each / DRY).exists()), None)
+        begun = next((each for each in runs if not (each / DRY).exists()), None)
         with held(begun) if begun else nullcontext():  # if it runs, that is the reason
             if what != AUTO:
                 raise
-        return ResumePlan(None, begun, ["no checkpoint: from the start"])
+        if begun is None or not Supervisor.has_done(begun):
+            before = None if begun is None else seen[begun.resolve()]
+            return ResumePlan(None, begun, ["no checkpoint: from the start"], seen=before)
+        if over := _why_over(begun, config):
+            return ResumePlan(None, begun, [over], is_over=True)
+        raise ConfigError(
+            f"--resume: {begun} is done after step {last_trained(begun)}, max_steps is "
+            f"{config.max_steps}, and it has no checkpoint to go on from. Choose another run.name, "
+            "or remove the folder."
+        ) from None
+
+    if what == AUTO and run_dir is not None and (over := _why_over(run_dir, config)):
+        return ResumePlan(checkpoint, run_dir, [over], is_over=True)
 
     is_over = run_dir is None or Supervisor.has_done(run_dir)
     if checkpoint.step > config.max_steps or (checkpoint.step == config.max_steps and is_over):
@@ -80,20 +109,36 @@ def plan(
 
     try:
         progress: _Progress = read_table(checkpoint.progress, _Progress)
-        before = without_removed(cast("dict[str, Any]", progress["config"]))
+        earlier = without_removed(cast("dict[str, Any]", progress["config"]))
     except (OSError, RunError) as error:
         raise ConfigError(f"--resume: {error}") from error
 
     now = config.model_dump(mode="json")
-    check_model(before.get("model", {}), now["model"], checkpoint.weights)
-    check_tuning(before, tuning, checkpoint)
-    check_optimizer(before, optimizer, checkpoint)
+    check_model(earlier.get("model", {}), now["model"], checkpoint.weights)
+    check_tuning(earlier, tuning, checkpoint)
+    check_optimizer(earlier, optimizer, checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
-    drift = config_drift(before, now) + version_drift(progress["plugins"], installed_versions())
+    drift = config_drift(earlier, now) + version_drift(progress["plugins"], installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
-    return ResumePlan(
-        checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift]
-    )
+    notes += [f"changed since: {line}" for line in drift]
+    before = None if run_dir is None else seen.get(run_dir.resolve())
+    return ResumePlan(checkpoint, run_dir, damaged + notes, seen=before)
+
+
+def _why_over(run_dir: Path, config: RunConfig) -> str:
+    """Why ``auto`` has nothing to do for a run that is done; empty if it has."""
+    if not Supervisor.has_done(run_dir):
+        return ""
+
+    marker = run_dir / STOP
+    if marker.exists() and (why := marker.read_text("utf-8")):
+        return f"{run_dir} is done: {why}. --resume without auto goes on from a checkpoint."
+    if (step := last_trained(run_dir)) >= config.max_steps:
+        return (
+            f"{run_dir} is done after step {step}, max_steps is {config.max_steps}: nothing is "
+            "left to train. Raise max_steps."
+        )
+    return ""
 
 
 class _Tables(TypedDict, total=False):
@@ -119,6 +164,11 @@ def begin(config: RunConfig, chosen: ResumePlan) -> Iterator[tuple[Path, Checkpo
         return
 
     with held(chosen.run_dir):
+        if chosen.seen is not None and chosen.seen != _seen(chosen.run_dir):
+            raise RunHeld(
+                f"{chosen.run_dir}: another process ran this run until a moment ago, and has "
+                "changed what a resume begins with. Run the command again."
+            )
         try:
             new_attempt(chosen.run_dir)  # from here on older processes write nothing
             kill_left(chosen.run_dir)
@@ -228,7 +278,9 @@ def _abandon(run_dir: Path, step: int) -> None:
         shutil.rmtree(leftover)
     later = [n for n in whole_steps(run_dir) if n > step]
     if later:
-        aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
+        numbers = (path.name.removeprefix("abandoned_") for path in folder.glob("abandoned_*"))
+        number = 1 + max((int(each) for each in numbers if each.isdecimal()), default=0)
+        aside = folder / f"abandoned_{number}"
         aside.mkdir()
         for each in later:
             path = finished(run_dir, each).directory

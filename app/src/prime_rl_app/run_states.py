@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import signal
 import socket
 import time
@@ -36,6 +37,9 @@ LATEST = "latest"
 
 TAIL_BYTES = 1 << 18
 """How much of the end of ``metrics.jsonl`` is searched for the last batch."""
+FULL_MIB = 16.0
+"""A disk with less free space is full: processes may have failed without being able to say so."""
+
 POLL_SECONDS = 0.1
 NOTEBOOK_SECONDS = 20.0
 """A supervisor that still lives this long after its run belongs to a notebook, and is left
@@ -162,6 +166,14 @@ def find_run(run: str, output_dir: Path) -> Path:
     raise ConfigError(f"no run {run!r}: it is no run directory, nor one in {output_dir}. {way_out}")
 
 
+def full_disk(run_dir: Path) -> str:
+    """What is wrong with a run's disk and what to do, if it is full; else empty."""
+    free = shutil.disk_usage(run_dir).free / 2**20
+    if free >= FULL_MIB:
+        return ""
+    return f"{free:.1f} MiB are free. Free space; `prime-rl run --resume` continues"
+
+
 def failures(run_dir: Path) -> list[str]:
     """What ended a failed run: each process that says it, and its error."""
     if state_of(run_dir) not in ("failed", DIED):
@@ -225,5 +237,8 @@ def stop(run_dir: Path, timeout: float) -> bool:
 def _has_ended(run_dir: Path) -> bool:
     """Whether the supervisor wrote an outcome. A Python process that called ``prime_rl.train``
     lives on."""
-    supervisor = Supervisor.read(run_dir)
+    try:
+        supervisor = Supervisor.read(run_dir)
+    except RunError:  # a shared disk refuses now and then: the next look sees it
+        return False
     return supervisor is not None and supervisor.state != RUNNING

@@ -281,6 +281,24 @@ async def test_a_steps_metrics_are_read_once_though_old_lines_become_shorter(tmp
     ]
 
 
+async def test_a_resumed_run_reports_the_steps_that_the_attempt_before_trained_and_did_not_report(
+    tmp_path,
+):
+    """It was killed while an evaluation held the weights of step 2, and step 4 was saved."""
+    log_steps(tmp_path, 1, 2, 3, 4)
+    rows = [{"step": 1, "train/x": 0.5}, {"step": 1, "loss/mean": 0.5}, {"step": 4, "train/x": 0.5}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 2, "loss/mean"\n{"step": 3, "lo')
+    engine = Engine()
+    async with connected(engine, version=4) as fleet:
+        watch = Watch(tmp_path, fleet, engine, version=4)
+        log_steps(tmp_path, 5)
+        publish(tmp_path, 5)
+        await watch.until(5)
+    steps = [each for each in watch.events if each.startswith("step")]
+    assert steps == ["step 2", "step 3", "step 4", "step 5"]
+
+
 async def test_a_damaged_line_of_the_trainer_hides_no_other_step(tmp_path, caplog):
     engine = Engine()
     async with connected(engine) as fleet:

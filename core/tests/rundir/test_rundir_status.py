@@ -90,6 +90,7 @@ def test_a_status_that_cannot_be_written_leaves_the_last_one_and_does_not_fail(t
             replace_text(tmp_path / "s.json", "a longer text")
     finally:
         setrlimit(RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.json"]
     assert read_status(tmp_path / "s.json").state == "training"
 
 

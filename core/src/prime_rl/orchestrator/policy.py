@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from prime_rl.errors import EngineError, EngineGone, RunError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.observer import Observer
-from prime_rl.rundir.rows import Tail
+from prime_rl.rundir.rows import Tail, last_lines, parse_row
 from prime_rl.rundir.status import trainer_works
 from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
@@ -26,6 +27,12 @@ POLL_SECONDS = 0.02
 GONE_SECONDS = 0.5
 """Between two attempts to update, while no engine answers."""
 
+STEP_METRIC = "loss/mean"
+"""Of every step that was trained, and of the trainer only."""
+
+REPORTED_BYTES = 1 << 24
+"""How much of the end of ``metrics.jsonl`` is searched for the last step of the trainer."""
+
 LAST_WEIGHTS_SECONDS = 1200.0
 """At a stop, how long the trainer may do nothing before the weights of the last step are there."""
 
@@ -35,6 +42,26 @@ class TrainerStep(msgspec.Struct):
 
     step: int
     metrics: dict[str, float | None]
+
+
+def last_reported(run_dir: Path, version: int) -> int:
+    """The last step whose metrics of the trainer were logged before a run resumes with ``version``.
+
+    An orchestrator that was killed may have read less than the checkpoint contains: it reads a
+    step's metrics before it loads the step's weights, and an evaluation may hold these back.
+    """
+    try:
+        lines = last_lines(run_dir / "metrics.jsonl", REPORTED_BYTES)
+    except OSError:  # the run is new, or has another monitor only
+        return version
+
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):  # damaged: the one before it
+            row = parse_row(line)
+            if STEP_METRIC in row:
+                return min(int(row["step"]), version)
+
+    return 0
 
 
 class LivePolicy:
@@ -74,12 +101,14 @@ class WeightWatcher:
         self._observers = observers
         self.announced: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(POLL_SECONDS)
         """``Sender.announced``, in a run."""
-        self._next_step = policy.version + 1
+        self._next_step = last_reported(run_dir, policy.version) + 1
         self._update_seconds = 0.0
         self._num_updates = 0
 
     async def run(self) -> None:
         """Until cancelled. Versions may be skipped: the newest one counts."""
+        self._read_steps()  # what the attempt before has trained and not reported
+
         while True:
             newest = newest_version(self._broadcasts)
             if newest is not None and newest > self.policy.version:

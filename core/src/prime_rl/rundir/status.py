@@ -78,8 +78,13 @@ def replace_text(path: Path, text: str) -> None:
     check_current()
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):  # each process of each attempt would leave one on a full disk
+            temporary.unlink()
+        raise
 
 
 def names_in(folder: Path) -> list[str]:

@@ -72,7 +72,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names := os.listdir(folder)):
+            while missing := self._missing(names := names_seen(folder)):
                 if _END in names:
                     reason = (folder / _END).read_text("utf-8")
                     raise WeightsError(f"the broadcast was aborted: {reason}")

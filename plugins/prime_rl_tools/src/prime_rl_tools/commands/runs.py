@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from prime_rl_app.run_states import RunInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-FULL = 16.0
-"""MiB that a disk has at least that is not called full."""
 
 COLORS = {
     "running": "green",
@@ -80,7 +76,7 @@ def status(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     ```
     """
     from prime_rl_app.files import reading
-    from prime_rl_app.run_states import failures, find_run, processes, run_info
+    from prime_rl_app.run_states import failures, find_run, full_disk, processes, run_info
     from prime_rl_tools.view.summary import LOG, read_restarts, restarts_text
 
     run_dir = find_run(run, output_dir)
@@ -107,10 +103,9 @@ def status(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
             console.print(f"failed  {error}", markup=False, soft_wrap=True)
         console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
 
-    free = shutil.disk_usage(run_dir).free / 2**20
-    if free < FULL:
-        said = f"disk    {free:.1f} MiB are free. Free space; `prime-rl run --resume` continues"
-        console.print(said, markup=False, soft_wrap=True)
+    fault = full_disk(run_dir)
+    if fault:
+        console.print(f"disk    {fault}", markup=False, soft_wrap=True)
 
 
 def _headline(info: RunInfo) -> Any:
