@@ -72,7 +72,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names := names_seen(folder)):
+            while missing := self._missing(names := _names(folder)):
                 if _END in names:
                     reason = (folder / _END).read_text("utf-8")
                     raise WeightsError(f"the broadcast was aborted: {reason}")
@@ -104,6 +104,20 @@ def backends(on_gpu: bool) -> list[Backend]:
         names.append("nccl")
     if sys.platform == "linux":
         names.append("ipc")
+    return names
+
+
+def _names(folder: Path) -> list[str]:
+    """None while a shared disk refuses to say. Raises ``FileNotFoundError`` if the folder was
+    removed: the run goes back, and nobody else will come."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        poll_failed(folder, error)
+        return []
+    poll_succeeded(folder)
     return names
 
 
