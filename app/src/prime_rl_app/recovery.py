@@ -95,13 +95,15 @@ class Recovery:
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
         path = self._run_dir / LOG
-        size = path.stat().st_size if path.exists() else 0
+        size = None
         try:
             with path.open("a", encoding="utf-8") as file:
+                size = file.tell()
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
             with suppress(OSError):  # the next line must not continue a torn one
-                os.truncate(path, size)
+                if size is not None:
+                    os.truncate(path, size)
             raise failure from error
 
         self._tell(
