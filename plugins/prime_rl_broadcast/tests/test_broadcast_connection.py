@@ -22,6 +22,8 @@ from torch import Tensor
 from waiting import LIMIT
 
 from prime_rl import WeightsError
+from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import ADMIN_KEY
 from prime_rl_broadcast import connection as connection_module
 from prime_rl_broadcast.connection import (
@@ -238,6 +240,20 @@ def test_an_abort_releases_a_waiting_member(new_group: NewGroup) -> None:
     with pytest.raises(WeightsError, match="aborted: engine b is gone"):
         worker.take(group)
     timer.join()
+
+
+def test_an_orchestrator_that_is_replaced_releases_the_members_that_wait(
+    new_group: NewGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new attempt begins before the old processes end; the engines serve both."""
+    group, worker = new_group(2), Worker(1)
+    new_attempt(tmp_path)
+    monkeypatch.setenv(PROCESS, f"1:orchestrator:{tmp_path}")
+    group.abort("the run ends")
+    group.abort("again")
+    monkeypatch.delenv(PROCESS)
+    with pytest.raises(WeightsError, match="aborted: the run ends"):
+        worker.take(group)
 
 
 def test_a_timeout_names_the_missing_ranks(new_group: NewGroup) -> None:

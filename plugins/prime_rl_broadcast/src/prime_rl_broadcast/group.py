@@ -62,8 +62,9 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         return _claim(directory / MEETING, msgspec.json.encode(self))
 
     def abort(self, reason: str) -> None:
-        """Release the members that wait for others."""
-        replace_text(Path(self.directory) / _END, reason or "no reason was given")
+        """Release the members that wait for others. Also in a process whose attempt has been
+        replaced: the folder is of this broadcast alone. Raises ``WeightsError``."""
+        _claim(Path(self.directory) / _END, (reason or "no reason was given").encode())
 
     def wait_for_all(self, protocol: str) -> None:
         """Report this member as ready, and wait for the others. Raises ``WeightsError`` if one is
