@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import weakref
@@ -254,6 +255,26 @@ def test_an_orchestrator_that_is_replaced_releases_the_members_that_wait(
     monkeypatch.delenv(PROCESS)
     with pytest.raises(WeightsError, match="aborted: the run ends"):
         worker.take(group)
+
+
+@pytest.mark.parametrize("over", ["aborted: the run ends", "No such file"])
+def test_a_member_does_not_wait_for_one_that_has_died_before_it_connected(
+    new_group: NewGroup, over: str
+) -> None:
+    """Nor does it once the next attempt has removed the broadcast."""
+    group, worker = new_group(2, timeout=2.0), Worker(1)
+    if group.backend == "ipc":
+        return  # it connects by these files
+
+    def end() -> None:
+        group.wait_for_all("gloo, connecting")  # all are ready: the last thing that it does
+        group.abort("the run ends") if "aborted" in over else shutil.rmtree(group.directory)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(WeightsError, match=over):
+        worker.take(group)
+    ending.join()
 
 
 def test_a_timeout_names_the_missing_ranks(new_group: NewGroup) -> None:

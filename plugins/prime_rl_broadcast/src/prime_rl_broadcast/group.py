@@ -73,10 +73,8 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names := os.listdir(folder)):
-                if _END in names:
-                    reason = (folder / _END).read_text("utf-8")
-                    raise WeightsError(f"the broadcast was aborted: {reason}")
+            while missing := self._missing(os.listdir(folder)):
+                self.check_open()
                 if time.monotonic() > deadline:
                     raise WeightsError(
                         f"{folder}: rank {', '.join(map(str, missing))} of {self.world_size} is "
@@ -91,6 +89,16 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
                         f"rank {self.rank} of the broadcast uses {protocol}; rank {rank} uses "
                         f"{other}. Trainer and engines must use the same."
                     )
+        except OSError as error:
+            raise WeightsError(f"{folder}: {error}") from error
+
+    def check_open(self) -> None:
+        """Raise ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
+        folder = Path(self.directory)
+        try:
+            if _END in os.listdir(folder):
+                reason = (folder / _END).read_text("utf-8")
+                raise WeightsError(f"the broadcast was aborted: {reason}")
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error
 
