@@ -33,7 +33,9 @@ PUBLIC = {"prime_rl", "prime_rl.testing"}
 
 EXEMPT = {
     # An engine's or a worker's process is a child of a run: it reports its state and ends with it.
+    # Rewards of a group are code of an env in the orchestrator, which no exit of it may end.
     ("prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"): (
+        "prime_rl.env.environment",
         "prime_rl.errors",
         "prime_rl.rundir.launch",
         "prime_rl.rundir.logs",
@@ -624,6 +626,17 @@ def test_every_group_of_entry_points_is_public_or_has_two_implementations() -> N
     }
     assert single == ONE_IMPLEMENTATION.keys()
     assert len(single) <= 5
+
+
+def test_a_plugin_that_adds_a_command_is_loaded_by_the_help() -> None:
+    """Else ``prime-rl --help`` leaves the command out in silence."""
+    adds = {
+        folder.name
+        for folder in PLUGINS
+        for file in (folder / "src").rglob("*.py")
+        if "\ndef register_commands(" in file.read_text("utf-8")
+    }
+    assert adds == groups_of_entry_points()["prime_rl.commands"]
 
 
 # -- 9: text has an encoding ---------------------------------------------------------------------

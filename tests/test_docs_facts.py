@@ -194,7 +194,7 @@ def test_contributing_lists_every_target_of_the_makefile() -> None:
 
 def test_the_index_names_what_each_distribution_offers() -> None:
     """`plugins list` shows it, and errors name the package to install. Renderers excepted, as
-    above. Harnesses are no classes of ours, and `gateway` is not in the help."""
+    above. Harnesses are no classes of ours."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     known = project["entry-points"]["prime_rl.known"]
     offers = {
@@ -209,8 +209,7 @@ def test_the_index_names_what_each_distribution_offers() -> None:
         known.items()
     )
     others = {name for name in known.keys() - offers.keys() if "renderer." not in name}
-    assert {name.partition(".")[0] for name in others} == {"command", "harness"}
-    assert [name for name in others if name.startswith("command.")] == ["command.gateway"]
+    assert {name.partition(".")[0] for name in others} == {"harness"}
 
 
 # -- the examples of docs/config.md ---------------------------------------------------------------

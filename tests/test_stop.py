@@ -88,7 +88,9 @@ def outcome(process: subprocess.Popen[str], code: int) -> str:
 
 def check_stopped(run_dir: Path, output: str) -> int:
     """The last step of a run that has ended in order."""
-    assert "stopping: saving weights (again: now)" in output
+    assert (
+        "stopping: finishing the step and saving (a second signal ends the run at once)" in output
+    )
     last = lines_so_far(run_dir / "trainer.jsonl")[-1]["step"]
     assert f"Stopped at step {last}\n" in output and "Learning curve" in output
     assert json.loads((run_dir / "summary.json").read_text())["stopped_at"] == last

@@ -64,13 +64,17 @@ FIELDS = {
     "vllm.logprobs.Logprob": ("logprob", "rank"),
     "vllm.lora.request.LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     "vllm.config.kv_transfer.KVTransferConfig": (
-        *("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
+        *("kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy"),
+        "kv_connector_extra_config",
     ),
     "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig": (
         *("hidden_dim_unpadded", "intermediate_size_per_partition_unpadded"),
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler": (
-        "_kv_lease_duration",
+        *("_kv_lease_duration", "side_channel_host", "side_channel_port"),
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector.NixlBaseConnector": (
+        *("connector_scheduler", "set_xfer_handshake_metadata_pp_aware"),
     ),
 }
 """What ``schema.py``, ``reply.py``, ``generate.py``, ``admin.py``, ``prefill.py`` and ``worker.py``

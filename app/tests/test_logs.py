@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from disks import SharedDisk
 from waiting import eventually
 
 from prime_rl.rundir.directory import log_dir, new_attempt
@@ -73,6 +74,18 @@ def test_bytes_that_are_left_out_are_counted_over_all_cuts(tmp_path):
     # 5 MiB were written; a quarter stays at each end, and what came after the last cut.
     kept = (len(log.read_bytes()) - len(note) - 1 - len("short\n")) / MIB
     assert float(note.split()[1]) == pytest.approx(5 - kept, abs=0.06)
+
+
+def test_a_log_is_cut_when_the_disk_answers_again(tmp_path, monkeypatch):
+    new_attempt(tmp_path)
+    log = log_dir(tmp_path) / "trainer.log"
+    log.write_bytes(b"x" * 2 * MIB)
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        limit = LogLimit(tmp_path, max_mib=1)
+        eventually(lambda: disk.refused > 1)  # more than one look, so the thread goes on
+    limit.close()
+    assert log.stat().st_size <= MIB
 
 
 def test_the_thread_that_cuts_the_logs_may_be_the_one_that_ends_them(tmp_path, monkeypatch):

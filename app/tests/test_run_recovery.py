@@ -10,6 +10,7 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
@@ -61,6 +62,12 @@ def test_restarts_are_counted_from_the_furthest_step(run):
     assert [line["step"] for line in lines] == [4, 4, 5] and lines[0]["lost_seconds"] >= 0
 
 
+def test_a_cause_that_is_a_sentence_reads_on(run):
+    run.trained(4)
+    run.recovery.allow(failure("orchestrator exited with code 1: no group. Add some."), 1)
+    assert run.said[0].startswith("orchestrator exited with code 1: no group. Add some, after step")
+
+
 def test_an_error_that_a_process_reports_ends_a_run_that_has_trained_nothing(run):
     with pytest.raises(ProcessFailed):
         run.recovery.allow(failure("trainer exited with code 1: no GPU", reported=True), 1)
@@ -72,6 +79,15 @@ def test_on_a_full_disk_the_run_ends_with_the_cause(run):
     with pytest.raises(ProcessFailed, match="the whole story") as raised:
         run.recovery.allow(failure(), 1)
     assert raised.value.__cause__.errno == errno.ENOSPC
+
+
+def test_a_disk_that_refuses_to_show_checkpoints_keeps_no_run_from_going_on(run, monkeypatch):
+    (run.dir / "checkpoints").mkdir()
+    disk = SharedDisk(monkeypatch, run.dir / "checkpoints")
+    with disk.refusing():
+        run.recovery.allow(failure(), 1)
+    assert disk.refused
+    assert "starting again from the start" in run.said[0]
 
 
 def test_a_restart_that_a_full_disk_took_in_part_tears_no_later_line(run):

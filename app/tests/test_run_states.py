@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from typer.testing import CliRunner
 from waiting import LIMIT, Clock, eventually, exists
 
@@ -297,3 +298,25 @@ def test_a_failed_stop_gives_the_reason(make):
 )
 def test_ages(seconds, text):
     assert age(seconds) == text
+
+
+def test_a_stop_goes_on_waiting_when_the_disk_refuses_a_look(make, monkeypatch):
+    run_dir = make.run()
+    process = make.start(run_dir, "stubborn")
+    disk = SharedDisk(monkeypatch, run_dir)
+    read = Supervisor.read
+
+    def refused(run_dir):
+        """From the second time on, the disk refuses, and then the run ends."""
+        monkeypatch.setattr(Supervisor, "read", ended)
+        return read(run_dir)
+
+    def ended(run_dir):
+        with disk.refusing():
+            process.kill()
+            process.wait()
+            return read(run_dir)
+
+    monkeypatch.setattr(Supervisor, "read", refused)
+    assert stop(run_dir, timeout=LIMIT)
+    assert disk.refused

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from resolved_parts import resolved_with
 from waiting import Clock
 
@@ -90,6 +91,16 @@ def test_the_error_names_the_checkpoint_to_resume_from(spawn, view):
     names = ("inference", "trainer", "orchestrator")
     children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
     with pytest.raises(RunError, match=r"\n--resume continues from the checkpoint of step 10\.$"):
+        _watch(children, view)
+
+
+def test_an_error_is_not_hidden_by_a_disk_that_refuses_to_show_checkpoints(
+    spawn, view, monkeypatch
+):
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    disk = SharedDisk(monkeypatch, view.run_dir)
+    with disk.refusing(), pytest.raises(ProcessFailed, match=r"^trainer exited with code 1\."):
         _watch(children, view)
 
 
@@ -275,7 +286,9 @@ def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
     children = [spawn("raise SystemExit(1)", "inference"), spawn(asked, "trainer")]
     stop = stop_of(view.run_dir, said)
     _watch([*children, spawn(asked, "orchestrator")], view, stop=stop)
-    assert said == ["stopping: saving weights (again: now)"]
+    assert said == [
+        "stopping: finishing the step and saving (a second signal ends the run at once)"
+    ]
     assert (stop.result.step, stop.result.trained) == (7, True)
 
 

@@ -35,6 +35,9 @@ pip install --find-links dist prime-rl prime-rl-wandb
 
 Where a page or a message says `pip install prime-rl-NAME`, add `--find-links dist`.
 
+The default build of torch for Linux brings CUDA, several gigabytes. Without a GPU, set
+`PIP_EXTRA_INDEX_URL` to PyTorch's index of CPU builds first (pytorch.org names it).
+
 ## Every package"""
 
 PLURALS_OF_TWO_WORDS = {

@@ -31,7 +31,7 @@ from prime_rl.entries import entries, leaving_out, load_entry
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.registry.manager import GROUPS, load_plugins
 from prime_rl.registry.offers import KINDS, bringer, collect
-from prime_rl.rundir.rows import read_table
+from prime_rl.rundir.rows import read_table, unique_keys
 from prime_rl_app import sft
 from prime_rl_app.foreign import may_be_list, our_keys
 from prime_rl_app.open_files import fit as fit_open_files
@@ -420,25 +420,10 @@ def _json(text: str, key: str) -> Any:
         return text
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
-    except TwiceError as error:
+    except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except (ValueError, RecursionError):
         return text
-
-
-class TwiceError(ValueError):
-    """An object of JSON has two values of one key."""
-
-
-def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON with these keys. Raises ``TwiceError``: of two values, one would be lost
-    without a word, and TOML refuses that too."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise TwiceError(f"the key {twice!r} stands twice in a table")
-    return table
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -30,7 +30,10 @@ class LogLimit:
 
     def look(self) -> None:
         """Cut what is too long now."""
-        for path in self._folder.glob("attempt_*/*.log"):
+        paths = list[Path]()
+        with suppress(OSError):  # a shared disk refuses now and then: the next look sees them
+            paths = [*self._folder.glob("attempt_*/*.log")]
+        for path in paths:
             with suppress(OSError):  # a full disk, or a log that was deleted
                 if path.stat().st_size > self._max_mib * MIB:
                     self._cut(path)

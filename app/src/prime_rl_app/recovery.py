@@ -91,10 +91,11 @@ class Recovery:
         self._last = failure.cause, step
         since = self._began
         where = "the start"
-        for newest in whole_steps(self._run_dir)[-1:]:
-            mark = finished(self._run_dir, newest).directory / CHECKSUMS
-            since = max(since, mark.stat().st_mtime)
-            where = f"step {newest}"
+        with suppress(OSError):  # that is for the message alone
+            for newest in whole_steps(self._run_dir)[-1:]:
+                mark = finished(self._run_dir, newest).directory / CHECKSUMS
+                since = max(since, mark.stat().st_mtime)
+                where = f"step {newest}"
 
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
@@ -109,7 +110,7 @@ class Recovery:
             raise failure from error
 
         self._tell(
-            f"{failure.cause}, after step {step}: starting again from {where} "
+            f"{failure.cause.removesuffix('.')}, after step {step}: starting again from {where} "
             f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"
         )
         self._sleep(min(2.0**self._used - 1.0, LONGEST_WAIT))

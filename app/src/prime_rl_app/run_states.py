@@ -237,5 +237,8 @@ def stop(run_dir: Path, timeout: float) -> bool:
 def _has_ended(run_dir: Path) -> bool:
     """Whether the supervisor wrote an outcome. A Python process that called ``prime_rl.train``
     lives on."""
-    supervisor = Supervisor.read(run_dir)
+    try:
+        supervisor = Supervisor.read(run_dir)
+    except RunError:  # a shared disk refuses now and then: the next look sees it
+        return False
     return supervisor is not None and supervisor.state != RUNNING

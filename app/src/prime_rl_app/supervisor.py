@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.errors import ProcessFailed, RunError
@@ -204,10 +205,13 @@ def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     lines = said.splitlines() if is_fault else process.last_lines()
     head = "More is in its log" if is_fault else "The end of its log"
     tail = "\n".join(f"    {line}" for line in lines)
-    steps = whole_steps(run_dir)
-    resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
-    fault = full_disk(run_dir)  # then neither the log nor the status may have the reason
-    disk = f"\nThe disk of {run_dir} is full: {fault}." if fault else ""
+    resume = ""
+    disk = ""
+    with suppress(OSError):  # what the text lacks must not hide the failure
+        for newest in whole_steps(run_dir)[-1:]:
+            resume = f"\n--resume continues from the checkpoint of step {newest}."
+        fault = full_disk(run_dir)  # then neither the log nor the status may have the reason
+        disk = f"\nThe disk of {run_dir} is full: {fault}." if fault else ""
     text = f"{process.name} {how}. {head} ({process.log}):\n{tail}{disk}{resume}"
     if is_of("inference", process):
         return RunError(text)

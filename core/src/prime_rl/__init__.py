@@ -88,6 +88,7 @@ if _typing.TYPE_CHECKING:
     from prime_rl.registry.import_path import import_function
     from prime_rl.rewards import at_least, is_negligible, settled
     from prime_rl.rollout import ROLES, Group, Prefix, Rollout, Sample, Turn
+    from prime_rl.rundir.rows import unique_keys
     from prime_rl.streams import LossComponent
 
     train: _typing.Callable[..., _typing.Any]
@@ -168,6 +169,7 @@ _MODULES = {
     "settled": "prime_rl.rewards",
     "CONTRACT_VERSION": "prime_rl.registry.checks",
     "import_function": "prime_rl.registry.import_path",
+    "unique_keys": "prime_rl.rundir.rows",
     "Group": "prime_rl.rollout",
     "ROLES": "prime_rl.rollout",
     "Prefix": "prime_rl.rollout",
@@ -260,6 +262,7 @@ __all__ = [
     "is_negligible",
     "log_metric",
     "settled",
+    "unique_keys",
 ]
 
 

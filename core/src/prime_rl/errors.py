@@ -18,6 +18,19 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be made: {type(failure).__name__})"
 
 
+def line_in(error: BaseException, package: str) -> str:
+    """The last line of a package that an error came through: `` (line 12 of /x.py)``. Empty if it
+    came through none."""
+    place = ""
+    frame = error.__traceback__
+    while frame is not None:
+        module = str(frame.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] == package:
+            place = f" (line {frame.tb_lineno} of {frame.tb_frame.f_code.co_filename})"
+        frame = frame.tb_next
+    return place
+
+
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 

@@ -135,22 +135,31 @@ def test_first_and_last_at_once(install, hook):
 
 
 def test_a_failing_import(install):
-    install("import no_such_thing_at_all")
+    module = install("import no_such_thing_at_all")
+    file = install.folder / "demo-plugin" / f"{module}.py"
     assert refusal() == (
-        f"{WHO} failed to import: ModuleNotFoundError: No module named 'no_such_thing_at_all'. "
-        "Fix or uninstall demo-plugin, or list 'demo' under plugins.disabled."
+        f"{WHO} failed to import: ModuleNotFoundError: No module named 'no_such_thing_at_all' "
+        f"(line 2 of {file}). Fix or uninstall demo-plugin, or list 'demo' under plugins.disabled."
     )
+
+
+def test_an_error_at_import_names_the_plugins_line_and_none_of_a_library(install):
+    module = install("import json\njson.loads('')")
+    file = install.folder / "demo-plugin" / f"{module}.py"
+    message = refusal()
+    assert message.startswith(f"{WHO} failed to import: JSONDecodeError: ")
+    assert f" (line 3 of {file}). Fix or uninstall" in message  # line 1 is the installer's
 
 
 def test_an_exit_at_import(install):
     install("import sys; sys.exit(3)")
-    assert refusal().startswith(f"{WHO} failed to import: SystemExit: 3. ")
+    assert refusal().startswith(f"{WHO} failed to import: SystemExit: 3 (line 2 of ")
 
 
 def test_an_exit_while_registering(install):
     install("@hookimpl\ndef register_algorithms(): raise SystemExit(3)")
     message = refused_offer()
-    assert message.startswith(f"{WHO}: register_algorithms failed: SystemExit: 3. ")
+    assert message.startswith(f"{WHO}: register_algorithms failed: SystemExit: 3 (line 3 of ")
 
 
 def test_an_entry_point_to_a_missing_module(install):
@@ -347,10 +356,11 @@ def test_a_plugin_that_requires_this_core_is_not_flagged(install):
 
 
 def test_a_registration_that_fails_is_named(install):
-    install("@hookimpl\ndef register_algorithms():\n    raise KeyError('x')")
+    module = install("@hookimpl\ndef register_algorithms():\n    raise KeyError('x')")
+    file = install.folder / "demo-plugin" / f"{module}.py"
     assert refused_offer() == (
-        f"{WHO}: register_algorithms failed: KeyError: 'x'. It must give a list of subclasses of "
-        "Algorithm."
+        f"{WHO}: register_algorithms failed: KeyError: 'x' (line 4 of {file}). It must give a list "
+        "of subclasses of Algorithm."
     )
 
 

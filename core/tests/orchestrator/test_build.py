@@ -17,6 +17,7 @@ from prime_rl.orchestrator.build import (
 )
 from prime_rl.orchestrator.sources import train_sampling
 from prime_rl.registry.manager import Hooks
+from prime_rl.weights.versions import Weights
 
 
 def test_training_sends_the_whole_distribution():
@@ -122,7 +123,14 @@ def test_engines_are_asked_for_the_weights_that_they_may_lack(
     assert fleet.names == {"http://a:1": "inference", "http://b:2": "inference_1"}
     assert reported == [fleet]
 
-    (average,) = (each.fleet for each in engines.earlier.values())
+    # A fleet looks at its engines, so no request to them has a time limit of its own.
+    assert engines.earlier.keys() == {"initial", "ema"}
+    reference = engines.earlier["initial"].fleet
+    assert (reference.urls, reference.weights) == (["http://i:3"], Weights(Path("initial"), 0))
+    assert reference.options.have_first  # it loads no others
+    assert reference.on_waiting is not None
+
+    average = engines.earlier["ema"].fleet
     assert average.urls == ["http://e:4"]
     assert average.options.have_first is average_has_first
     of_average = tmp_path / "averages" / f"step_{first_step - 1}"

@@ -1,4 +1,4 @@
-"""Which envs the sampler may choose while one of them fails."""
+"""Which envs the sampler may choose while one fails, and how often a run that waits looks again."""
 
 from __future__ import annotations
 
@@ -101,6 +101,8 @@ class Run:
         self.num_buffered = 0
         self.most_inflight = 0
         self.chosen: Counter[str] = Counter()
+        self.requested: list[tuple[int, str]] = []
+        """The step and the env of each group."""
         self.trained: Counter[str] = Counter()
         self.ends: list[float] = []
         settings = OrchestratorConfig(
@@ -144,6 +146,7 @@ class Run:
             if _may_be_sampled(env, self.envs, curriculum, lambda: self.dispatcher)
         ]
         least = min(ready, key=lambda env: self.chosen[env.name])
+        self.requested.append((self.step, least.name))
         self.chosen[least.name] += 1
         if len(ready) == 1:  # an env that is not asked has no claim on later batches
             for env in self.envs:
@@ -221,6 +224,28 @@ def test_a_dead_env_costs_the_others_nothing_once_it_is_found(
     assert len(asking) <= 1
 
 
+@pytest.mark.parametrize("num_failures", [120, 1000])
+def test_what_a_synchronous_run_requests_of_a_failing_env_depends_on_no_timing(
+    num_failures: int,
+) -> None:
+    """Its batches are those of a run that is killed and resumed, so no count of what has come back
+    may choose a group. Durations have a long tail."""
+
+    def requested(seed: int) -> list[tuple[int, str]]:
+        durations = random.Random(seed)
+        started: Counter[str] = Counter()
+
+        def outcome(env: str, now: float) -> Outcome:
+            started[env] += 1
+            works = env == "sound" or started[env] > num_failures
+            return 0.01 * durations.paretovariate(1.1), works
+
+        return simulated(Run(outcome, lag=0), steps=20).requested
+
+    first = requested(seed=1)
+    assert all(requested(seed) == first for seed in range(2, 12))
+
+
 @pytest.mark.parametrize("lag", [1, 8])
 def test_an_env_that_works_again_trains_again(lag: int) -> None:
     """Also one whose rollouts take longer than the versions that a group may be behind."""
@@ -265,3 +290,22 @@ def test_where_no_env_works_the_run_stays_within_its_bound(
     assert run.dispatcher.counts["dispatched"] > 3 * 64
     assert not any(run.dispatcher.is_failing(env) for env in envs)
     assert run.most_inflight <= 2 * BATCH + 4 * len(envs)
+
+
+def test_a_run_that_waits_for_an_hour_looks_less_and_less_often() -> None:
+    """Groups that age may change the leads. After 20 s of short steps, each rollout takes an hour.
+    A look for each quarter of a step would be one every 25 ms, 144,000 in all."""
+    run = Run(lambda env, now: (0.05 if now < 20 else 3600.0, True), envs=("sound",))
+    measured_at: list[float] = []
+    measure = run.dispatcher.admission.measure
+
+    def measured(version: int, now: float) -> bool:
+        measured_at.append(now)
+        return measure(version, now)
+
+    run.dispatcher.admission.measure = measured  # type: ignore[method-assign]
+    simulated(run, steps=204)
+    looks = [at for at in measured_at if 30 < at < 3600]
+    assert 300 < len(looks) < 600
+    # None is late by more than a 64th of the time that the run has waited.
+    assert all(after - before < (after - 20) / 60 for before, after in pairwise(looks))

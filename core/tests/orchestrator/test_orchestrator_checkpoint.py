@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from disks import SharedDisk
 from rotating import RotatingSampler
 from waiting import LIMIT
 
@@ -531,3 +532,24 @@ async def test_a_resumed_run_announces_the_checkpoint_that_it_resumes(tmp_path: 
     state.context.launch = SimpleNamespace(checkpoint=made, first_step=6)  # type: ignore[misc]
     await state.before_training()
     assert hears.heard == [(5, "step_5", True)]
+
+
+async def test_a_stop_outlives_a_look_that_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = await begun(tmp_path, 3, observer=Deaf())
+    first = unfinished(tmp_path, 3).orchestrator / "of the first writing"
+    first.touch()
+    disk = SharedDisk(monkeypatch, unfinished(tmp_path, 3).orchestrator)
+    write = state._write
+    with disk.refusing() as answer:
+
+        async def written(step: int) -> None:
+            answer()
+            await write(step)
+
+        monkeypatch.setattr(state, "_write", written)
+        await state.stopping(3)
+
+    assert disk.refused == 1
+    assert unfinished(tmp_path, 3).progress.exists() and not first.exists()

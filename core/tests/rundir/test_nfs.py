@@ -10,21 +10,27 @@ import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from disks import SharedDisk
 from waiting import Clock, until
 
+from prime_rl import PluginConfig, RunView
 from prime_rl.orchestrator import engines
 from prime_rl.orchestrator.engines import EngineKeeper
 from prime_rl.orchestrator.policy import LivePolicy, WeightWatcher
+from prime_rl.plugins.launchers import Process
 from prime_rl.rundir import polls
-from prime_rl.rundir.control import STOP, stop_asked
+from prime_rl.rundir.checkpoints import CHECKSUMS, finished, whole_steps
+from prime_rl.rundir.control import STOP, Stop, stop_asked
 from prime_rl.rundir.launch import READY, Launch, wait_for_model
 from prime_rl.rundir.rows import Tail
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.publish import Broadcaster
 from prime_rl.trainer.published import Publisher
 from prime_rl.weights.versions import (
@@ -247,3 +253,60 @@ async def test_the_last_facts_of_the_launch_count_while_they_cannot_be_read(
     await until(lambda: followed or keeping.done())
     assert followed == [["http://b"]] and not keeping.done()
     keeping.cancel()
+
+
+def test_a_stop_is_passed_on_when_the_disk_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SharedDisk(monkeypatch, tmp_path)
+    said: list[str] = []
+    stop = Stop(tmp_path, 1, asked=lambda: True, tell=said.append)
+    with disk.refusing():
+        assert stop.is_asked and said == []
+    assert stop.is_asked and stop.is_asked
+    assert (tmp_path / STOP).exists()
+    assert said == [
+        "stopping: finishing the step and saving (a second signal ends the run at once)"
+    ]
+
+
+def test_checkpoints_that_cannot_be_seen_are_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes back would abandon them."""
+    finished(tmp_path, 3).directory.mkdir(parents=True)
+    (finished(tmp_path, 3).directory / CHECKSUMS).touch()
+    disk = SharedDisk(monkeypatch, tmp_path)
+    seen = []
+    with disk.refusing(0.5):
+        while disk.refused < 20:
+            with suppress(OSError):
+                seen.append(whole_steps(tmp_path))
+    assert seen == [[3]] * len(seen) and seen
+
+
+def test_a_view_outlives_a_look_that_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = RunView(PluginConfig(), tmp_path, max_steps=9)
+    Status(tmp_path / "status" / "trainer.json").report("training")
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        view.refresh()
+    view.refresh()
+    assert capsys.readouterr().out == "trainer: training\n"
+
+
+def test_a_log_that_cannot_be_read_has_no_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(Process):
+        exit_code = 1
+
+    process = Ended()
+    process.log = tmp_path / "a.log"
+    process.log.write_text("the reason\n")
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        assert process.last_lines() == []
+    assert process.last_lines() == ["the reason"]

@@ -78,7 +78,6 @@ def test_a_stop_says_what_a_second_signal_would_lose(tmp_path):
     stop = Stop(tmp_path, 1, lambda: True, said.append)
     assert stop.is_asked and stop.is_asked
     assert said == [
-        "stopping: saving weights (again: now)",
-        "a second signal saves nothing; "
-        "newest checkpoint: step 2; steps 3 to 5 will be trained again",
+        "stopping: finishing the step and saving (a second signal ends the run at once)",
+        "after a second signal: newest checkpoint: step 2; steps 3 to 5 will be trained again",
     ]

@@ -57,8 +57,8 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         make_run_dir(named)
     assert str(caught.value) == (
-        f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a free "
-        "one, or remove the folder."
+        f"run.name: {run_dir} exists already. --resume goes on with its run. For a new run, choose "
+        "another run.name, leave it out to get a free one, or remove the folder."
     )
     assert (run_dir / "metrics.jsonl").read_text() == "first"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prime_rl.errors import RunError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.chat_template import CHOICE, read_chat_template
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.rows import (
@@ -19,6 +19,7 @@ from prime_rl.rundir.rows import (
     parse_row,
     read_rows,
     read_table,
+    unique_keys,
     whole_lines,
 )
 
@@ -147,3 +148,11 @@ def test_a_table_keeps_the_keys_that_its_shape_does_not_name(tmp_path):
 def test_a_metric_is_a_number_of_64_bits(value):
     row = {"step": 2, "x": value, "y": None, "z": math.inf}
     assert metrics_of(row) == {"step": 2, "y": None, "z": math.inf}
+
+
+def test_a_key_that_stands_twice_in_any_table_is_named() -> None:
+    text = '{"b": 1, "a": [{"b": 2, "c": 3, "b": 4}]}'
+    with pytest.raises(ConfigError, match=r"^the key 'b' stands twice in a table$"):
+        json.loads(text, object_pairs_hook=unique_keys)
+    once = text.replace(', "b": 4', "")
+    assert json.loads(once, object_pairs_hook=unique_keys) == {"b": 1, "a": [{"b": 2, "c": 3}]}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import SharedDisk
 from small_training import Frames, PolicyGradient
 from trainer_fixtures import maker_of
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from prime_rl.trainer import checkpoint, published
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch
 
 OFF = CkptConfig(enabled=False)
@@ -329,6 +331,32 @@ def test_without_the_orchestrators_part_there_is_no_checkpoint(
     assert whole_steps(tmp_path) == []
     assert "step 1: no checkpoint: the orchestrator's part is not in" in caplog.text
     assert list((tmp_path / "checkpoints").glob("*")) == []
+
+
+def test_a_look_that_the_disk_refuses_leaves_out_no_checkpoint_that_was_begun(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, CkptConfig(), model_dir, None)
+    part = unfinished(tmp_path, 3)
+    part.orchestrator.mkdir(parents=True)
+    part.progress.write_text("{}")
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing(0.5):
+        for step in (3, 4) * 5:
+            assert checkpointer.is_due(step, 9) == (step == 3)
+    assert disk.refused > 1
+
+
+def test_a_version_whose_files_the_disk_refuses_to_show_has_no_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = Publisher(tmp_path, 2)
+    publisher.path(1).mkdir()
+    (publisher.path(1) / "model.safetensors").write_bytes(b"x" * 2**20)
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        assert publisher.size(1) == 0.0
+    assert publisher.size(1) == 1.0
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(

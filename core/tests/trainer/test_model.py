@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import SharedDisk
 from transformers import Gemma3Config, LlamaConfig, Phi3Config, Phi3ForCausalLM
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
+from prime_rl.trainer import model
 from prime_rl.trainer.model import check_positions, load_model, model_folder
 
 
@@ -47,6 +49,18 @@ def test_a_folder_in_the_making_is_waited_for(tmp_path: Path) -> None:
     maker.start()
     assert model_folder(make_launch(str(folder), wait_for_model=True), status) == folder
     maker.join()
+
+
+def test_a_folder_that_the_disk_refuses_to_show_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ready").touch()
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing() as answer:
+        monkeypatch.setattr(model.time, "sleep", lambda seconds: answer())
+        launch = make_launch(str(tmp_path), wait_for_model=True)
+        assert model_folder(launch, Status(None)) == tmp_path
+    assert disk.refused
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import SharedDisk
 from pydantic import ValidationError
 from waiting import LIMIT, until
 
@@ -206,3 +207,32 @@ async def test_a_frame_that_is_damaged_on_the_disk_is_not_delivered(tmp_path: Pa
     path.write_bytes(b"F" + path.read_bytes()[1:])
     with pytest.raises(WireError, match=r"a micro batch frame of 5 bytes was damaged"):
         await wire.receive()
+
+
+async def test_files_that_a_disk_refuses_now_and_then_arrive_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(make_launch("filesystem", num_ranks=2, hwm=4), tmp_path)
+    for step in range(1, 5):
+        await wire.sender.send(step, [b"a%d" % step, b"b%d" % step])
+
+    disk = SharedDisk(monkeypatch, tmp_path)
+    waiting = [wire.sender.send(5, [b"a5", b"b5"]), wire.sender.drain()]
+    tasks = [asyncio.create_task(each) for each in waiting]
+    with disk.refusing():
+        assert await wire.receive(0, timeout=0) is None
+        await until(lambda: disk.refused > 5)
+        # What cannot be seen may be unread.
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+
+    with disk.refusing(0.5):
+        for rank, name in enumerate((b"a", b"b")):
+            found = [await wire.receive(rank) for _ in range(4)]
+            assert found == [name + b"%d" % step for step in range(1, 5)]
+
+    # Files that the disk refused to remove are not read again.
+    for rank in (0, 1):
+        assert await wire.receive(rank, timeout=0) is None
+    await wire.sender.drain()

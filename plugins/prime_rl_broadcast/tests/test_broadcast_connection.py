@@ -257,7 +257,7 @@ def test_an_orchestrator_that_is_replaced_releases_the_members_that_wait(
         worker.take(group)
 
 
-@pytest.mark.parametrize("over", ["aborted: the run ends", "No such file"])
+@pytest.mark.parametrize("over", ["aborted: the run ends", "is gone|No such file"])
 def test_a_member_does_not_wait_for_one_that_has_died_before_it_connected(
     new_group: NewGroup, over: str
 ) -> None:
@@ -273,6 +273,24 @@ def test_a_member_does_not_wait_for_one_that_has_died_before_it_connected(
     ending = threading.Thread(target=end)
     ending.start()
     with pytest.raises(WeightsError, match=over):
+        worker.take(group)
+    ending.join()
+
+
+def test_a_member_does_not_wait_in_a_broadcast_that_another_attempt_has_removed(
+    new_group: NewGroup,
+) -> None:
+    """Its orchestrator was killed, and could not abort it."""
+    group, worker = new_group(2), Worker(1)
+
+    def end() -> None:
+        while not (Path(group.directory) / "here_1").exists():
+            pass
+        shutil.rmtree(group.directory)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(WeightsError, match="is gone: another attempt has begun"):
         worker.take(group)
     ending.join()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import SharedDisk
 
 from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.run import WeightBroadcastConfig
@@ -113,3 +114,20 @@ def test_members_with_another_patch_level_of_nccl_do_not_meet(
     )  # fmt: skip
     with pytest.raises(WeightsError, match=r"uses NCCL 2\.29\.7; rank 1 uses NCCL 2\.29\.3"):
         group.wait_for_all(said[0])
+
+
+def test_members_meet_although_the_disk_refuses_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"here_{rank}").write_text("gloo")
+    group = BroadcastGroup(
+        directory=str(tmp_path), group="g", backend="gloo", rank=0, world_size=2, timeout=600.0,
+        loopback=True,
+    )  # fmt: skip
+    disk = SharedDisk(monkeypatch, tmp_path)
+    monkeypatch.setattr(group_module, "replace_text", lambda path, text: None)
+    with disk.refusing() as answer:
+        monkeypatch.setattr(group_module.time, "sleep", lambda seconds: answer())
+        group.wait_for_all("gloo")
+    assert disk.refused == 1

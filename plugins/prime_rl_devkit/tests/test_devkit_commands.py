@@ -100,6 +100,9 @@ def test_the_short_list_reads_metadata_and_imports_nothing(tmp_path, site, monke
     lines = {words[0]: " ".join(words) for words in rows}
     assert lines["mine"] == "mine 0.1 mine Credit by turns" and "other" in lines
     assert "broken: it asks for prime-rl-core>=7; " in lines["late"]
+    # `prime-rl` and `prime-rl-app` both say what these bring.
+    assert "observers: evals " in f"{lines['prime-rl-evals']} "
+    assert "evals, evals" not in done.stdout
     broken = [name for name in ("first", "second") if "broken" in lines[name]]
     assert len(broken) == 1
     assert "brings a plugin 'zz' too. Uninstall one, or list" in lines[broken[0]]
@@ -134,12 +137,10 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
 def test_the_table_names_plugin_distribution_and_offers(options):
     shown = CliRunner().invoke(app, ["plugins", "list", *options], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    (line,) = [line for line in shown.stdout.splitlines() if "prime-rl-grpo" in line]
-    assert (
-        "grpo" in line
-        and version("prime-rl-grpo") in line
-        and "algorithms: grpo, hierarchical_grpo, max_rl, rae" in line
-    )
+    lines = shown.stdout.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if "prime-rl-grpo" in line]
+    assert "algorithms: grpo, hierarchical_grpo, max_rl, rae" in lines[at]
+    assert version("prime-rl-grpo") in "".join(lines[at : at + 2])
 
 
 def test_hooks_that_a_plugin_implements_and_wraps_are_listed(tmp_path, site):
@@ -191,10 +192,12 @@ def shown(*arguments, columns=80):
     return CliRunner().invoke(app, ["plugins", *arguments], env={"COLUMNS": str(columns)})
 
 
-def test_the_table_fits_80_columns_and_breaks_no_name():
-    lines = shown("list").stdout.splitlines()
+@pytest.mark.parametrize("options", [[], ["--verbose"]])
+def test_the_table_fits_80_columns_and_cuts_no_name(options):
+    lines = shown("list", *options).stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("hierarchical_grpo" in line for line in lines)
+    assert "…" not in "".join(lines)
 
 
 @pytest.mark.parametrize("name", ["grpo", "prime-rl-grpo", "prime_rl_grpo"])
@@ -482,7 +485,8 @@ def test_a_broken_plugin_does_not_stop_the_check_of_another(tmp_path, site):
     assert done.returncode == 0 and done.stdout.startswith("plugin filters  4 passed\n")
     done = prime_rl("plugins", "check", "bad", cwd=tmp_path)
     assert done.returncode == 1
-    assert "failed to import: SystemExit: 3." in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert "failed to import: SystemExit: 3 (line 1 of " in said
 
 
 OWN_LOSS = """

@@ -512,9 +512,13 @@ def test_without_a_distribution_that_brings_the_checks_nothing_passes(monkeypatc
             ask()
 
 
-def test_check_algorithm_raises_with_every_failure_and_its_cause():
+def test_check_algorithm_raises_with_every_failure_its_line_and_its_cause():
     with pytest.raises(AssertionError, match=r"failed  group_of_one: rewards \[0\.5\]") as caught:
         check_algorithm(LeavesOneOut(PluginConfig()))
+    line = LeavesOneOut.credit.__code__.co_firstlineno + 2
+    assert f"ZeroDivisionError: float division by zero (line {line} of {__file__})" in str(
+        caught.value
+    )
     assert "failed_group" in str(caught.value)
     assert isinstance(caught.value.__cause__, AssertionError)
     assert isinstance(caught.value.__cause__.__cause__, ZeroDivisionError)

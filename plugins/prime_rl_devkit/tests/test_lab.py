@@ -1093,7 +1093,10 @@ def test_the_command_prints_a_verdict_json_and_a_picture(tmp_path, monkeypatch):
     path = tmp_path / "grpo.png"
     shown = CliRunner().invoke(app, [*command, "--staleness", "0,2", "--png", str(path)])
     assert shown.exit_code == 0, shown.output
-    assert "times 1 - 1/G" in " ".join(shown.output.split())
+    said = " ".join(shown.output.split())
+    assert "times 1 - 1/G" in said
+    assert "cosine, scale, bias: of a step of one group" in said
+    assert "many: the bias in a step of many groups" in said
     assert "is_masked" in shown.output
     assert image.imread(path).shape[2] in (3, 4)
     answer = CliRunner().invoke(app, [*command, "--staleness", "0", "--json"])

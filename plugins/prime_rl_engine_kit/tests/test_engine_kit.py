@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 
 import pytest
+from disks import SharedDisk
 from starlette.requests import Request
 
 from prime_rl import ConfigError
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, READY
+from prime_rl.rundir.status import Status
 from prime_rl_engine_kit import process
 from prime_rl_engine_kit.body import MAX_BODY_BYTES, ClientGone, read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
@@ -91,6 +93,10 @@ def generate(**more: object) -> None:
         ({"token_ids": [1] * 8}, "has 8 tokens; at most 7 leave room", 400),
         ({"token_ids": [1, 100]}, r"token_ids\[1\] is 100; .* 0 to 99", 400),
         ({"token_ids": [-1]}, r"token_ids\[0\] is -1", 400),
+        ({"priority": 2**63}, r"priority is 9223372036854775808; it must be in \[-9223", 400),
+        ({"sampling_params": {"seed": 2**64}}, "seed is 18446744073709551616; it must be in", 400),
+        ({"sampling_params": {"seed": 2**63 - 3, "n": 4}}, r"in \[-922\d+, 922\d+804\]", 400),
+        ({"sampling_params": {"seed": -(2**63) - 1}}, "seed is -9223372036854775809", 400),
         ({"stream": True}, "stream is true", 400),
         ({"features": {}}, "text tokens only", 400),
         ({"sampling_params": {"stop": ["x"]}}, r"stop is \['x'\]; .* use stop_token_ids", 400),
@@ -224,3 +230,15 @@ def test_the_alternatives_of_a_prompt_fit_an_answer() -> None:
         else:
             with pytest.raises(RequestError, match="is 524289; at most 524288 of each of 8 tokens"):
                 check_generate(body, large)
+
+
+def test_a_model_that_the_disk_refuses_to_show_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / READY).touch()
+    (tmp_path / "config.json").touch()
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing() as answer:
+        monkeypatch.setattr(process.time, "sleep", lambda seconds: answer())
+        process.wait_for_model(tmp_path, Status(None))
+    assert disk.refused

@@ -127,7 +127,10 @@ ERRORS = {
 
 
 def raising(error: BaseException, parameter: str) -> list[Callable[..., Any]]:
-    """A function of ``reply`` or ``replies`` that raises, sync and async."""
+    """A function of ``reply`` or ``replies`` that raises: sync, async, and in a task of its own."""
+
+    async def judge() -> float:
+        raise error
 
     def one(reply: str) -> float:
         raise error
@@ -135,13 +138,20 @@ def raising(error: BaseException, parameter: str) -> list[Callable[..., Any]]:
     async def one_later(reply: str) -> float:
         raise error
 
+    async def one_in_a_task(reply: str) -> float:
+        return await asyncio.create_task(judge())
+
     def group(replies: list[str]) -> float:
         raise error
 
     async def group_later(replies: list[str]) -> float:
         raise error
 
-    return [one, one_later] if parameter == "reply" else [group, group_later]
+    async def group_in_a_task(replies: list[str]) -> float:
+        return await asyncio.create_task(judge())
+
+    of_one = [one, one_later, one_in_a_task]
+    return of_one if parameter == "reply" else [group, group_later, group_in_a_task]
 
 
 def raises(reply: str, answer: str) -> float:
@@ -171,7 +181,7 @@ async def test_a_wrong_reward_fails_its_rollout_and_names_row_and_function(
     assert re.search(message, result.error), result.error
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("error", ERRORS)
 async def test_a_reward_may_raise_anything_and_is_named(
     engine: Any, play: Play, error: BaseException, place: int
@@ -277,7 +287,7 @@ async def test_a_group_whose_reward_fails_does_not_train(
         assert rollout.reward == 0.0 and weights is not None and weights.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("error", ERRORS)
 async def test_a_group_reward_may_raise_anything_and_its_group_does_not_train(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, place: int
@@ -357,7 +367,10 @@ async def test_other_envs_groups_are_left_alone() -> None:
         ({"reward": "my_rewards.py:exact"}, None),
         ({"reward": "my_rewards.py:exactt"}, "has no 'exactt', .*. Did you mean 'exact'"),
         ({"reward": "gone.py:exact"}, "there is no file gone.py"),
-        ({"reward": "broken.py:exact"}, "importing broken.py failed: ZeroDivisionError"),
+        (
+            {"reward": "broken.py:exact"},
+            r"importing broken.py failed: ZeroDivisionError: division by zero \(line 1 of .*Fix it",
+        ),
         ({"reward": "my_rewards.exactt"}, "'my_rewards' has no 'exactt', .*. Did you mean 'exact'"),
         ({"reward": "my_rewardz.exact"}, "there is no module 'my_rewardz', neither installed nor"),
         ({"reward": "exact"}, "expected 'module.function'"),
@@ -368,7 +381,7 @@ async def test_other_envs_groups_are_left_alone() -> None:
         ({"reward": "my_rewards.exact", "system_prompt": "Be brief."}, "the key 'system'"),
         (
             {"reward": "broken.exact"},
-            "'broken' is there, but importing it failed: ZeroDivisionError",
+            r"importing it failed: ZeroDivisionError: division by zero \(line 1 of .*Fix it",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 from waiting import LIMIT, until
 
 from prime_rl import PluginConfig
@@ -191,6 +192,14 @@ async def test_the_first_examples_are_sampled_each_with_its_own_seed_at_one_vers
     ]  # fmt: skip
     (found,) = world.evaluation.eval_log.results["after"]
     assert [shown["reward"] for shown in found.shown] == [0.0, 1.0]  # one per example
+
+
+async def test_seeds_after_the_largest_of_a_run_begin_at_zero(tmp_path):
+    world = World(tmp_path, [0.0, 1.0], num_examples=2)
+    config = world.config.model_copy(update={"seed": 2**63 - 1})
+    world.evaluation.context.config = config
+    await world.evaluation.before_training()
+    assert sorted(seed for *_, seed in world.environment.calls) == [0, 2**63 - 1]
 
 
 async def test_rollouts_in_flight_are_bounded(tmp_path):
@@ -628,3 +637,15 @@ def test_a_metric_without_evaluations_at_the_right_steps_is_refused(tmp_path, ta
     world = World(tmp_path, [0.9], **tables)
     with pytest.raises(ConfigError, match=said):
         Evaluation.check(world.evaluation.context.config)
+
+
+def test_a_result_that_the_disk_refuses_is_kept_in_memory(tmp_path, monkeypatch, caplog):
+    results = EvalLog(tmp_path), EvalResult("held", 1, 0.5, 8, 0)
+    results[0].append("during", results[1])
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        results[0].append("during", results[1])
+    assert "cannot write" in caplog.text
+    results[0].append("during", results[1])
+    assert len(results[0].results["during"]) == 3
+    assert len(EvalLog(tmp_path).results["during"]) == 2

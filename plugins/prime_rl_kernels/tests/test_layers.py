@@ -14,7 +14,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from prime_rl_kernels import gpu_check, gpu_layers
-from prime_rl_kernels.layers import RMSNorm, Rotary, replace_layers
+from prime_rl_kernels.layers import RMSNorm, Rotary, models_own, replace_layers
 
 TINY: dict[str, Any] = {
     "vocab_size": 32,
@@ -128,11 +128,13 @@ def test_a_gate_is_computed_by_the_model_itself() -> None:
 def test_layers_of_a_gpu_replace_the_same_formulas_and_leave_cpus_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", qwen3.apply_rotary_pos_emb)  # restored
+    own = models_own(qwen3.apply_rotary_pos_emb)
+    monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", own)  # restored
     torch.manual_seed(3)
     model = Qwen3ForCausalLM(Qwen3Config(**TINY))
     ids = torch.arange(10)[None]
     plain = model(input_ids=ids).logits
+    replace_layers(Qwen3ForCausalLM(Qwen3Config(**TINY)))  # of another model, on the CPU
     gpu_layers.replace_layers(model)
     gpu_layers.replace_layers(model)  # again: nothing to do
     block = model.model.layers[0]
@@ -140,7 +142,8 @@ def test_layers_of_a_gpu_replace_the_same_formulas_and_leave_cpus_alone(
     for module, kind in zip(replaced, [qwen3.Qwen3MLP] + [qwen3.Qwen3RMSNorm] * 3, strict=True):
         assert type(module).__mro__[1] is kind
         assert type(module).__name__ == kind.__name__
-    assert getattr(qwen3.apply_rotary_pos_emb, "_is_fast", False)
+    rotate: Any = qwen3.apply_rotary_pos_emb
+    assert rotate.replaces is own and rotate.__module__ == gpu_layers.__name__
     assert torch.equal(model(input_ids=ids).logits, plain)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl import PluginConfig
 from prime_rl.rundir.status import Tail
-from prime_rl.trainer.metrics import append_metrics
+from prime_rl.trainer.metrics import append_metrics, append_row
 from prime_rl_app.recovery import last_trained
 from prime_rl_app.resume import _cut
 from prime_rl_observers.step_file import NEWEST, StepFile
@@ -53,6 +53,29 @@ def test_old_lines_keep_the_means_and_every_tenth_all(tmp_path: Path) -> None:
     assert [row["step"] for row in found] == list(range(1, 4 * NEWEST + 51))
     assert found[NEWEST + 60]["metrics"] == MEANS  # step 161
     assert last_trained(tmp_path) == 4 * NEWEST + 50
+
+
+def test_of_old_lines_of_experts_every_tenth_stays(tmp_path: Path) -> None:
+    made = observer(tmp_path, 10)
+    path = tmp_path / "expert_load.jsonl"
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+    def count(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            append_row(path, {"step": step, "layers": [0], "choices": [[step, 2 * step]]})
+            train(tmp_path, made, step, step)
+
+    count(1, 2 * NEWEST)
+    assert steps() == [*range(10, 101, 10), *range(101, 201)]
+    count(2 * NEWEST + 1, 4 * NEWEST)
+    assert steps() == [*range(10, 301, 10), *range(301, 401)]
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "step": 10,
+        "layers": [0],
+        "choices": [[10, 20]],
+    }
 
 
 def test_a_follower_sees_each_step_whole_before_it_is_shortened(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from prime_rl import ConfigError, Engine, PluginConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.trainer import model as models
 from prime_rl_plan import estimate as estimates
 from prime_rl_plan import measure
 from prime_rl_plan.architecture import num_experts
@@ -223,21 +223,65 @@ def test_gathered_experts_stay_until_the_backward_pass_of_blocks_that_are_not_re
     assert gathered("middle", activation_checkpointing=1) == half
 
 
+LINEAR = 4 * (HIDDEN * 4 + (64 + 32 + 32 + HIDDEN))
+"""Weights of an adapter of rank 4 beside queries, keys, values and output."""
+LAYER = ATTENTION + ROUTER
+ENDS = 2 * MODEL["vocab_size"] * HIDDEN + HIDDEN
+"""Embedding, head and the last norm."""
+OWN_MODEL = {
+    "loss": {"type": "policy_gradient"},
+    "heads": {"implicit_reward": {"own_model": True}},
+}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "trainer", "of_experts"),
-    [(4, {}, True), (4, {"expert_parallel": 2}, False), (1, {"expert_parallel": True}, True)],
+    ("ranks", "trainer", "gathered"),
+    [
+        (4, {}, ENDS + 3 * (LAYER + EXPERTS)),
+        (4, {"expert_parallel": 2}, ENDS + 3 * LAYER),
+        (1, {"expert_parallel": True}, ENDS + 3 * (LAYER + EXPERTS)),
+        (4, {"lora": {"rank": 4}}, ENDS + 3 * (LAYER + EXPERTS + LINEAR)),
+        (
+            4,
+            {"lora": {"rank": 4, "experts": True}, "expert_parallel": 2},
+            ENDS + 3 * (LAYER + LINEAR),
+        ),
+        (4, OWN_MODEL, 2 * (ENDS + 3 * (LAYER + EXPERTS))),
+    ],
 )
 def test_weights_are_kept_where_those_that_fsdp_gathers_take_a_sixteenth_of_the_gpu(
-    ranks: int, trainer: dict[str, Any], of_experts: bool
+    ranks: int, trainer: dict[str, Any], gathered: int
 ) -> None:
-    """Three layers, in bfloat16."""
-    layer = ATTENTION + ROUTER + (EXPERTS if of_experts else 0)
-    gathered = 2 * MODEL["vocab_size"] * HIDDEN + HIDDEN + 3 * layer
+    """Three layers, in bfloat16, with adapters, and with the model of a head."""
     request = request_of(ranks, 3, MODEL, **trainer)
-    config = TrainerConfig.model_validate(trainer)
     least = 16 * gathered * HALF
-    assert measure.is_kept(request | {"memory": least}, config)
-    assert not measure.is_kept(request | {"memory": least - 1}, config)
+    for memory, expected in ((least, True), (least - 1, False)):
+        _, kept = measure.choices(json.dumps(request | {"memory": memory}))
+        assert kept is expected
+
+
+@pytest.mark.parametrize(
+    ("trainer", "compiled"),
+    [
+        ({}, True),
+        ({"compile": False}, False),
+        ({"lora": {"rank": 4}}, True),
+        ({"expert_parallel": True}, False),
+        ({"router_replay": True}, False),
+        ({"expert_load": True}, False),
+        ({"balance_loss": 0.01}, False),
+    ],
+)
+def test_blocks_count_as_compiled_where_the_trainer_would_compile_them(
+    trainer: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that has just enough weights for it."""
+    request = request_of(4, 3, MODEL, compile="auto")
+    request["trainer"] |= trainer
+    monkeypatch.setattr(models, "WORTH_COMPILING", ENDS + 3 * (LAYER + EXPERTS))
+    measure.choices.cache_clear()
+    assert measure.choices(json.dumps(request))[0] is compiled
+    assert measure.choices(json.dumps(request | {"gpu": False}))[0] is False
 
 
 def test_kept_weights_are_gathered_once_per_step_and_experts_of_other_groups_for_each_row() -> None:
@@ -404,23 +448,37 @@ def test_numbers_in_recipes_are_those_of_the_record() -> None:
     assert f"by plan {turns:.1f} min, with four and four GPUs {halves:.1f}" in text
 
 
+RERECORD = (
+    "Write the figures anew: python -m bench --record layouts, python -m bench --record roofline, "
+    "python -m bench --record roofline --seq-len 256, python -m tools.docs"
+)
+
+
 @pytest.mark.slow
-def test_the_record_is_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails: ``python -m bench --record layouts``, ``--record roofline`` and ``--record
-    roofline --seq-len 256``, then ``python -m tools.docs``."""
+@pytest.mark.parametrize(("recipe", "name"), [("qwen3_8b_32k", "turns"), ("qwen3_30b_a3b", "own")])
+def test_recorded_layouts_are_what_plan_says(
+    recipe: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     layouts = import_module("bench.layouts")
-    roofline = import_module("bench.roofline")
-    found = layouts.plan("qwen3_8b_32k", "turns")
-    prefix = "layouts.qwen3_8b_32k.turns"
-    assert found["seconds"]["step"] / 60 == pytest.approx(recorded(f"{prefix}.step"), rel=0.01)
+    found = layouts.plan(recipe, name)
+    prefix = f"layouts.{recipe}.{name}"
+    for part in ("step", "train", "network"):
+        minutes = found["seconds"].get(part, 0.0) / 60
+        assert minutes == pytest.approx(recorded(f"{prefix}.{part}"), rel=0.01), RERECORD
     memory = found["trainer"]["total"] / 2**30
-    assert memory == pytest.approx(recorded(f"{prefix}.memory"), rel=0.01)
+    assert memory == pytest.approx(recorded(f"{prefix}.memory"), rel=0.01), RERECORD
+
+
+@pytest.mark.slow
+def test_the_recorded_roofline_is_what_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    roofline = import_module("bench.roofline")
     for mix, length in (("whole", []), ("of_256", ["--seq-len", "256"])):
         ratio = roofline.main(["--only", "compiled", *length])["compiled"]
         prefix = f"roofline.{mix}.compiled"
         expected = recorded(f"{prefix}.least") / recorded(f"{prefix}.arithmetic")
-        assert ratio == pytest.approx(expected, rel=0.01)
+        assert ratio == pytest.approx(expected, rel=0.01), RERECORD
 
 
 def test_the_models_of_the_package_have_the_keys_that_layouts_need() -> None:

@@ -30,7 +30,7 @@ def charged(run: object, fuses: bool) -> dict[str, float]:
     moved: dict[str, float] = {}
     for (_, name, _, _, size), number in ledger.costs.items():
         moved[name] = moved.get(name, 0) + size * number / MB
-    return moved
+    return {name: round(size, 3) for name, size in moved.items() if name != "zeros"}
 
 
 def chain(x: Tensor) -> Tensor:
@@ -53,6 +53,32 @@ def views(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x.detach().view(-1), [SIDE, SIDE]).t()
 
 
+def optimizer(x: Tensor) -> list[Tensor]:
+    """One step of AdamW on a weight: reads it, its gradient and two moments, and writes all but the
+    gradient. Halving a list of gradients reads and writes each."""
+    weight, grad, mean, square = (torch.empty_like(x) for _ in range(4))
+    torch._foreach_mul_([grad], 0.5)
+    count = torch.zeros(())
+    torch._fused_adamw_(
+        [weight], [grad], [mean], [square], [], [count],
+        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return [weight, mean, square]
+
+
+def allocated(x: Tensor) -> list[Tensor]:
+    """Memory that is taken, of which a half is written; and shapes that change in place."""
+    taken = [torch.empty(SIDE, SIDE), torch.empty_like(x), torch.empty_strided(x.shape, (1, SIDE))]
+    taken += [x.new_empty(SIDE, SIDE), x.new_empty_strided(x.shape, (SIDE, 1))]
+    taken[0].copy_(x)
+    taken[1].fill_(1.0)
+    taken[2].unsqueeze_(0).squeeze_(0).t_()
+    return taken
+
+
+OPTIMIZER = {"_foreach_mul_": 2, "_fused_adamw_": 7}
+
+
 @pytest.mark.parametrize(
     ("run", "plain", "fused"),
     [
@@ -62,6 +88,9 @@ def views(x: Tensor) -> Tensor:
         (reused, {"mul": 2, "mm": 3, "add": 3}, {"mul": 1, "mm": 3, "add": 3}),
         (in_place, {"mul_": 2, "add_": 2}, {"mul_": 2, "add_": 1}),
         (views, {}, {}),
+        (optimizer, OPTIMIZER, OPTIMIZER),
+        # copy_ reads one matrix and writes one, fill_ writes one.
+        (allocated, {"copy_": 2, "fill_": 1}, {"copy_": 2, "fill_": 1}),
     ],
 )
 def test_compiled_blocks_move_what_kernels_exchange(

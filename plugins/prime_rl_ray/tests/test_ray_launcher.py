@@ -11,12 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from disks import SharedDisk
 from local_cluster import processes_with, ray_cluster, with_default_signals
 from pydantic import ValidationError
 from waiting import LIMIT, eventually, exists
 
 from prime_rl import RunError, Task
 from prime_rl_ray import RayConfig, RayLauncher, register_launchers
+from prime_rl_ray.agent import _appears
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
@@ -292,3 +294,14 @@ def test_a_run_goes_on_after_the_death_of_actors_and_of_a_node(cluster, tmp_path
     output = (tmp_path / "output").read_text()
     assert process.returncode == 130, output
     eventually(lambda: not processes_with(str(run_dir)))
+
+
+async def test_a_file_that_the_disk_refuses_to_show_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").touch()
+    disk = SharedDisk(monkeypatch, tmp_path)
+    with disk.refusing():
+        assert not await _appears(tmp_path / "model", deadline=0.0)
+    assert disk.refused == 1
+    assert await _appears(tmp_path / "model", deadline=0.0)

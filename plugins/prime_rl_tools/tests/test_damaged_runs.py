@@ -212,6 +212,7 @@ def own_reads(bad: Path) -> None:
     if (bad / "trainer.jsonl").is_file():
         for line in (bad / "trainer.jsonl").read_bytes().splitlines(keepends=True):
             observer.short(line)
+            observer.short(line, is_load=True)
 
 
 def race(bad: Path) -> None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "scale": ("scale good 2 --output-dir {}", "good"),
     "plan": ("plan {}/a.toml --gpus 8xH100", "a.toml"),
     "race": ("race {}/a.toml {}/b.toml", "a.toml"),
+    "gateway": ("gateway missing --output-dir {}", "missing"),
     "serve-env": ("serve-env {}/a.toml", "a.toml"),
     "export": ("export missing --output-dir {}", "missing"),
     "sft": ("sft {}/a.toml", "a.toml"),
@@ -93,7 +94,7 @@ def test_the_table_has_every_command(monkeypatch):
 
 
 def test_a_plugin_that_exits_at_import_is_an_error_with_its_name(call):
-    why = "plugin 'bad' (ill 0.1) failed to import: SystemExit: 3."
+    why = "plugin 'bad' (ill 0.1) failed to import: SystemExit: 3 (line 4 of "
     LIST = COMMANDS["plugins list"][0]
     for words in (COMMANDS["run"][0], COMMANDS["replay"][0], "plugins check bad", LIST):
         said = " ".join(call(words).split())

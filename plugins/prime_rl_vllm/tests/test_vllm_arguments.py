@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,11 @@ def test_keys_need_underscores_and_no_negation():
 def test_dtype_must_be_a_string():
     with pytest.raises(ConfigError, match="dtype"):
         config(dtype=32)
+
+
+def test_a_run_of_any_seed_gives_vllm_one_that_numpy_takes():
+    command = Vllm(config()).command(replace(LAUNCH, seed=2**40 + 5))
+    assert parse(command.argv[4:]).seed == 5
 
 
 def test_the_server_parses_the_command_of_the_engine():

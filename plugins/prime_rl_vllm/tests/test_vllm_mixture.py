@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from conftest import PYTHON, SETTINGS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from prime_rl import EngineCommand, EngineError, EngineLaunch
 from prime_rl_devkit.engines import EngineSubject, started
 from prime_rl_devkit.engines.broadcast import TrainerRank
 from prime_rl_devkit.engines.checkpoints import changed, read
@@ -43,13 +45,22 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSubject]
         yield subject
 
 
+class OfRun(Vllm):
+    """As a run starts it: new weights will come."""
+
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        return super().command(replace(launch, weights_roots=(launch.model_path,)))
+
+
 @contextmanager
-def serving(folder: Path, sizes: dict[str, Any]) -> Iterator[EngineSubject]:
+def serving(
+    folder: Path, sizes: dict[str, Any], kind: type[Vllm] = Vllm
+) -> Iterator[EngineSubject]:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     model.save_pretrained(folder / "model")
     write_tokenizer(folder / "model")
-    engine = Vllm(VllmConfig.model_validate(SETTINGS))
+    engine = kind(VllmConfig.model_validate(SETTINGS))
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     model_folder = folder / "model"
     with started(engine, folder, model_folder=model_folder, python=PYTHON, env=env) as subject:
@@ -101,3 +112,15 @@ def test_weights_that_vllm_could_not_load_are_refused_before_it_begins(tmp_path:
         assert "the experts have an intermediate size of 48, which vLLM pads" in answer.text
         padded.resume()
         assert gap(padded, padded.model_folder) < 1e-4
+
+
+def test_the_engine_of_a_run_refuses_such_a_model_at_the_start(tmp_path: Path) -> None:
+    sizes = SIZES | {"moe_intermediate_size": 48}
+    with (
+        pytest.raises(EngineError, match="the server ended with code 1"),
+        serving(tmp_path, sizes, OfRun),
+    ):
+        pass
+    # What a run shows of an engine that has failed.
+    last = (tmp_path / "engine.log").read_text().splitlines()[-1]
+    assert "the experts have an intermediate size of 48, which vLLM pads" in last

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from waiting import LIMIT
 from prime_rl_devkit.engines import CHECKS, EngineSubject, hold, started
 from prime_rl_devkit.engines.checkpoints import changed
 from prime_rl_devkit.engines.replies import read_reply
+from prime_rl_devkit.engines.subject import GENERATE
 from prime_rl_vllm import Vllm, VllmConfig
 
 HAS_NIXL = any(PYTHON.parents[1].glob("lib/python*/site-packages/nixl"))
@@ -197,21 +199,61 @@ def test_a_divided_server_passes_the_engine_suite(split: EngineSubject, check: s
     hold(split, check)
 
 
+TAKES_PORTS = """
+import os, socket, threading
+
+def take():
+    taken = set()
+    while True:
+        port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+        if port not in taken:
+            taken.add(port)
+            try:
+                listener = socket.create_server(("127.0.0.1", int(port)))
+            except OSError:  # another process has it already
+                continue
+            print("taken:", port, listener.fileno(), flush=True)
+            kept.append(listener)
+        ended.wait(0.001)
+
+kept = []
+ended = threading.Event()
+threading.Thread(target=take, daemon=True).start()
+"""
+"""Stands in for another process: it takes vLLM's own port, and one that the server has chosen."""
+
+
+def test_a_port_that_is_taken_while_an_engine_loads_is_not_used(tmp_path: Path) -> None:
+    """An engine whose port is taken waits for ever."""
+    (tmp_path / "sitecustomize.py").write_text(TAKES_PORTS)
+    env = {"PYTHONPATH": str(tmp_path)}
+    with started(server_settings(), tmp_path / "engine", python=PYTHON, env=env) as subject:
+        subject.meet()
+        subject.reply(letters(300, 8), max_tokens=2)
+        assert subject.metric(PULLED) == 300
+    assert "taken: 5600" in (tmp_path / "engine" / "engine.log").read_text()
+
+
 def test_a_server_whose_prefill_engine_is_killed_ends_with_the_reason(tmp_path: Path) -> None:
-    """The run starts it again, with both. Requests in flight are answered or fail."""
+    """The run starts it again, with both. Its clients are patient, and are answered."""
     with started(server_settings(), tmp_path, python=PYTHON) as subject:
         subject.meet()
         log = tmp_path / "engine.log"
         first_started = re.search(r"EngineCore pid=(\d+)", log.read_text())
         assert first_started and subject.process
-        with ThreadPoolExecutor(8) as pool:
-            bodies = [subject.body(letters(300, n), max_tokens=100) for n in range(8)]
-            flights = [pool.submit(subject.post, body) for body in bodies]
-            subject.wait(lambda: all(each.running() for each in flights), "nothing was sent")
+        client = httpx.Client(base_url=subject.url, timeout=LIMIT, trust_env=False)
+        ask = partial(client.post, GENERATE, headers=subject.headers())
+        with client, ThreadPoolExecutor(8) as pool:
+            bodies = [subject.body(letters(100, n), max_tokens=400) for n in range(8)]
+            flights = [pool.submit(ask, json=body) for body in bodies]
+            subject.wait(
+                lambda: subject.metric("num_requests_running") > 0, "no token is being sampled"
+            )
+            subject.pause()  # what is in flight gets no further token
             os.kill(int(first_started[1]), signal.SIGKILL)
             assert subject.process.wait(LIMIT) == 1
-            for flight in flights:
-                error = flight.exception()
-                assert error is None or isinstance(error, httpx.TransportError)
-                assert error or flight.result().status_code in (200, 500, 503)
+            answers = [flight.result() for flight in flights]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused and {answer.status_code for answer in refused} == {503}
+    assert all("the engine has ended" in answer.text for answer in refused)
     assert "a prefill engine has died, so the server ends" in log.read_text()

@@ -47,6 +47,12 @@ def test_one_logprob_is_that_of_the_sampled_token(asked, passed):
     assert planned(logprobs=asked).params["logprobs"] == passed
 
 
+def test_a_top_k_that_cuts_nothing_fits_the_messages_of_vllm():
+    assert planned(top_k=2**70).params["top_k"] == 100
+    assert planned(top_k=5).params["top_k"] == 5
+    assert "top_k" not in planned().params
+
+
 def test_no_logprobs_are_none():
     assert "logprobs" not in planned().params and planned().logprobs is None
 

@@ -4,19 +4,25 @@ import asyncio
 import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import PYTHON, SETTINGS
 from waiting import LIMIT
 
 from prime_rl.inference.pool import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
+from prime_rl_devkit.engines import started
 from prime_rl_devkit.engines.checkpoints import changed
+from prime_rl_vllm import Vllm, VllmConfig
 
 pytestmark = pytest.mark.vllm
 GAP = 1e-4
@@ -167,3 +173,22 @@ def test_opd_learns_from_a_teacher_behind_vllm(vllm, tmp_path):
     lines = (tmp_path / "opd" / "trainer.jsonl").read_text().splitlines()
     first, second = (json.loads(line)["metrics"]["ref_kl/reverse-text/mean"] for line in lines)
     assert abs(first) < GAP < abs(second)
+
+
+def test_a_server_whose_engine_dies_while_it_is_asked_to_pause_ends(tmp_path):
+    """It waits for its client, which waits for the engine."""
+    engine = Vllm(VllmConfig.model_validate(SETTINGS))
+    with started(engine, tmp_path, python=PYTHON) as subject:
+        log = tmp_path / "engine.log"
+        pid = int(re.search(r"EngineCore pid=(\d+)", log.read_text())[1])
+        os.kill(pid, signal.SIGSTOP)  # else it would answer at once
+        client = HTTPConnection(subject.url.removeprefix("http://"), timeout=LIMIT)
+        client.request("POST", "/pause", headers=subject.headers(admin=True))
+        assert subject.http.get("/health").status_code == 200  # so the server has the request
+        os.kill(pid, signal.SIGKILL)
+        assert subject.process.wait(LIMIT) == 1
+        answer = client.getresponse()
+        text = answer.read().decode()
+        client.close()
+    assert answer.status == 503 and "the engine has ended" in text
+    assert "the engine has died, so the server ends" in log.read_text()

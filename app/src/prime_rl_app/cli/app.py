@@ -26,6 +26,7 @@ from prime_rl_app.cli import migrate, run
 
 COMMANDS = "prime_rl.commands"
 """Entry-point group of the plugins whose commands the help shows."""
+PLUGINS = "Plugins: list, show and search them; write, check and prove your own."
 
 
 class CommandGroup(TyperGroup):
@@ -60,7 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     cls=CommandGroup,
 )
-plugins = typer.Typer(help="Installed plugins.", no_args_is_help=True, rich_markup_mode="markdown")
+plugins = typer.Typer(help=PLUGINS, no_args_is_help=True, rich_markup_mode="markdown")
 
 
 def _version(asked: bool) -> None:
@@ -123,6 +124,6 @@ app.command("migrate", rich_help_panel="Train")(migrate.migrate)
 app.add_typer(plugins, name="plugins", cls=CommandGroup, rich_help_panel="Extend")
 errors = add_commands(COMMANDS)
 if not plugins.registered_commands:
-    plugins.info.help = f"Installed plugins. {_bringers()}"
+    plugins.info.help = f"{PLUGINS} {_bringers()}"
 if errors:
     app.info.epilog = _missing(errors)

@@ -349,8 +349,7 @@ def build_engines(run: RunContext) -> Engines:
         if name == "ema":
             # The average changes with each version, the reference only when it is reset.
             earlier[name] = follows(folder=AVERAGES, version=version, interval=1)
-        # Without a reset the weights never change, and `EnvHost.initial` has a frozen model.
-        elif name == "initial" and (reset is not None or reference):
+        elif name == "initial":
             interval = None if reset is None else reset.interval
             earlier[name] = follows(folder=REFERENCES, version=reference, interval=interval)
 
@@ -373,7 +372,9 @@ def _earlier_engine(
 ) -> EarlierEngine:
     """It starts with the policy's first weights, which are those of version 0 of ``folder``."""
     path = run.run_dir / folder / f"step_{version}" if version else run.launch.initial
-    options = replace(options, have_first=version == 0 and not run.launch.engines_kept)
+    # Without an interval it has loaded nothing in the last attempt either.
+    is_first = interval is None or not run.launch.engines_kept
+    options = replace(options, have_first=version == 0 and is_first)
     fleet = Fleet([url], admin_key=key, first=Weights(path, version), options=options)
     fleet.on_waiting = outages.reporter()
     since = run.launch.first_step - 1

@@ -44,7 +44,7 @@ from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.checkpoints import PROGRESS, Checkpoint, checkpoints_dir, finished, unfinished
 from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.rows import read_table
-from prime_rl.rundir.status import names_in, trainer_works
+from prime_rl.rundir.status import names_in, names_seen, trainer_works
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Checkpointing(Observer):
         """Write the part of the last step, unless it was due anyway."""
         # `batch_taken` may have written it, and the trainer may have completed it since.
         folders = (unfinished(self.context.run_dir, last), finished(self.context.run_dir, last))
-        is_written = any(folder.progress.exists() for folder in folders)
+        is_written = any(PROGRESS in names_seen(folder.orchestrator) for folder in folders)
         if self.context.config.ckpt.enabled and not is_written:
             await self._write(last)
 

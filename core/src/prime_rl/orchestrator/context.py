@@ -100,7 +100,8 @@ class Outages:
 
 @dataclass(eq=False)
 class EarlierEngine:
-    """An engine that serves earlier weights of the policy, and other ones as the run goes on."""
+    """An engine that serves earlier weights of the policy, and perhaps other ones as the run goes
+    on."""
 
     fleet: Fleet
     folder: Path
@@ -129,8 +130,8 @@ class Engines:
     outages: Outages
     """Endpoints that a request waits for."""
     earlier: Mapping[str, EarlierEngine] = field(default_factory=dict)
-    """Those for ``host.ema`` (``ema``) and, if the reference changes, ``host.initial``
-    (``initial``), if an algorithm asks for them."""
+    """Those for ``host.ema`` (``ema``) and ``host.initial`` (``initial``), if an algorithm asks for
+    them."""
     past: PastPolicies | None = None
     """Earlier versions, if an agent or an algorithm meets them."""
     awake: AwakeTime = field(default_factory=AwakeTime)
@@ -321,14 +322,7 @@ class EnvHost:
         if engine is not None:
             return self._lend_earlier(engine)
 
-        # No reset changes these weights: they are a frozen model of the config or of the run.
-        run = self._shared.run
-        model = run.config.orchestrator.initial
-        url = run.launch.reference_urls.get("initial")
-        if model is None and url:
-            name = run.launch.served_model_name
-            model = FrozenModel(name=name, base_url=(f"{url}/v1",), api_key_var=ENGINE_KEY)
-
+        model = self._shared.run.config.orchestrator.initial
         if model is None:
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_initial")
 

@@ -72,7 +72,7 @@ class OpenGroup(Ticket):
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The tasks of the members in flight, by number."""
     asks: bool = False
-    """Its env was failing when it was opened, or has failed since: nothing waits for it."""
+    """Batches keep no places for it: its env was failing when it opened, or has failed since."""
     cancelled: bool = False
     num_cut_off: int = 0
     """Members without which it is handed on: cancelled, or left out after they had ended."""

@@ -87,12 +87,15 @@ class Process(ABC):
 
     def last_lines(self, count: int = 15) -> list[str]:
         """The end of its log."""
-        if self.log is None or not self.log.exists():
+        if self.log is None:
             return []
-        with self.log.open("rb") as file:  # a log may be long
-            start = max(0, file.seek(0, os.SEEK_END) - MOST_READ)
-            file.seek(start)
-            end = file.read()
+        try:
+            with self.log.open("rb") as file:  # a log may be long
+                start = max(0, file.seek(0, os.SEEK_END) - MOST_READ)
+                file.seek(start)
+                end = file.read()
+        except OSError:  # it has written nothing, or the disk refuses to say
+            return []
         return end.decode(errors="replace").splitlines()[-count:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +42,10 @@ class RunView(Offer):
 
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
         """The processes to show, by name, and what each of them does or waits for."""
-        for path in sorted((self.run_dir / "status").glob("*.json")):
+        paths = list[Path]()
+        with suppress(OSError):  # a shared disk refuses now and then: the next look sees them
+            paths = sorted((self.run_dir / "status").glob("*.json"))
+        for path in paths:
             report = None if path.stem == SUPERVISOR else read_status(path)
             if report is not None:
                 yield path.stem, report

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, line_in
 
 
 def import_function(
@@ -158,7 +158,8 @@ def _import(path: str, module: str) -> Any:
 
         raise ConfigError(
             f"import_path {path!r}: module {module!r} is there, but importing it failed: "
-            f"{type(error).__name__}: {str(error).removesuffix('.')}. Fix it."
+            f"{type(error).__name__}: {str(error).removesuffix('.')}"
+            f"{line_in(error, module.partition('.')[0])}. Fix it."
         ) from error
     finally:
         # The last entry is removed: the folder may have been on the path before.
@@ -180,8 +181,8 @@ def _import_file(path: str, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(
-            f"import_path {path!r}: importing {file} failed: {type(error).__name__}: {error}. Fix "
-            "it, or install what it imports."
+            f"import_path {path!r}: importing {file} failed: {type(error).__name__}: {error}"
+            f"{line_in(error, file.stem)}. Fix it, or install what it imports."
         ) from error
 
     return module

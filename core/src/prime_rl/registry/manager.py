@@ -28,7 +28,7 @@ from prime_rl.entries import (
     leaving_out,
     load_entry,
 )
-from prime_rl.errors import PluginError, Terminated, text_of
+from prime_rl.errors import PluginError, Terminated, line_in, text_of
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.registry.calls import passing_on, run_as, running
@@ -346,8 +346,9 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     except (Terminated, PluginError):
         raise
     except (Exception, SystemExit) as error:
+        place = line_in(error, entry.module.partition(".")[0])
         raise PluginError(
-            f"plugin {source} failed to import: {type(error).__name__}: {text_of(error)}. "
+            f"plugin {source} failed to import: {type(error).__name__}: {text_of(error)}{place}. "
             f"Fix or uninstall {source.distribution}, or list "
             f"{entry.name!r} under plugins.disabled."
         ) from error

@@ -26,7 +26,7 @@ from prime_rl.config.removed import without_removed_settings
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
 from prime_rl.entries import entries, misspelt_groups
-from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated, text_of
+from prime_rl.errors import ConfigError, PluginError, PrimeRLError, Terminated, line_in, text_of
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
@@ -245,9 +245,10 @@ def _registered(hooks: Hooks, kind: Kind[Any]) -> Iterator[tuple[str, Offered[An
             except Terminated:
                 raise
             except (Exception, SystemExit) as error:
+                place = line_in(error, impl.function.__module__.partition(".")[0])
                 raise PluginError(
-                    f"plugin {source}: {hook} failed: {type(error).__name__}: {text_of(error)}. It "
-                    f"must give a list of subclasses of {kind.bases}."
+                    f"plugin {source}: {hook} failed: {type(error).__name__}: {text_of(error)}"
+                    f"{place}. It must give a list of subclasses of {kind.bases}."
                 ) from error
 
             # One hook takes three sorts. What is none of them stays: `_check_class` refuses it.

@@ -30,6 +30,7 @@ from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.rows import last_lines, parse_row, read_table
+from prime_rl.rundir.status import names_in
 
 CHECKSUMS = "STABLE"
 """Marker file of a complete checkpoint, named like that of a published version: SHA-256 of every
@@ -103,7 +104,8 @@ class Checkpoint:
 
     @property
     def is_whole(self) -> bool:
-        return (self.directory / CHECKSUMS).exists()
+        """Raises ``OSError`` if the disk refuses to say: newer Pythons' ``exists`` says no then."""
+        return CHECKSUMS in names_in(self.directory)
 
     def verify(self) -> None:
         """Raise ``ConfigError`` unless every file is as it was written. Marks of earlier versions
@@ -139,10 +141,12 @@ def finished(run_dir: Path, step: int) -> Checkpoint:
 
 
 def whole_steps(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints, in order. Other names are ignored."""
-    folders = checkpoints_dir(run_dir).glob("step_*")
-    numbered = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
-    return sorted(c.step for c in map(Checkpoint, numbered) if c.is_whole)
+    """Steps of the complete checkpoints, in order. Other names are ignored. Raises ``OSError``
+    rather than leave out one that cannot be seen: what follows it would be removed."""
+    names = names_in(checkpoints_dir(run_dir))
+    numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
+    steps = sorted(int(number) for number in numbers if number.isdecimal())
+    return [step for step in steps if finished(run_dir, step).is_whole]
 
 
 def last_trained(run_dir: Path) -> int:

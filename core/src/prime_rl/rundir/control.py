@@ -30,8 +30,9 @@ import psutil
 from prime_rl.errors import RunError
 from prime_rl.plugins.status import SUPERVISOR, read_status
 from prime_rl.rundir.checkpoints import durable, would_repeat
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
 from prime_rl.rundir.rows import read_table
-from prime_rl.rundir.status import DONE, names_seen, replace_text
+from prime_rl.rundir.status import DONE, names_in, names_seen, replace_text
 
 RECORD = f"status/{SUPERVISOR}.json"
 RUNNING = "running"
@@ -137,17 +138,32 @@ class Stop:
         self._first_step = first_step
         self._asked = asked
         self._tell = tell
+        self._is_passed_on = False
 
     @property
     def is_asked(self) -> bool:
-        """Whether the run must end. The first time, this asks the orchestrator to stop."""
-        marker = self._run_dir / STOP
-        if self._asked() and not marker.exists():
-            self._tell("stopping: saving weights (again: now)")
-            if would_repeat(self._run_dir):
-                self._tell(f"a second signal saves nothing; {durable(self._run_dir)}")
-            marker.touch()
+        """Whether the run must end. The first time, this asks the orchestrator to stop; if the disk
+        refuses, the next look asks again."""
+        if self._asked() and not self._is_passed_on:
+            try:
+                self._pass_on()
+            except OSError as error:
+                poll_failed(self._run_dir / STOP, error)
+            else:
+                poll_succeeded(self._run_dir / STOP)
+                self._is_passed_on = True
         return self._asked()
+
+    def _pass_on(self) -> None:
+        """Raises ``OSError`` if the file cannot be written."""
+        if STOP in names_in(self._run_dir):  # the run ends itself already (``[stop]``)
+            return
+
+        (self._run_dir / STOP).touch()
+        self._tell("stopping: finishing the step and saving (a second signal ends the run at once)")
+        with suppress(OSError):  # the stop does not depend on what can be said of it
+            if would_repeat(self._run_dir):
+                self._tell(f"after a second signal: {durable(self._run_dir)}")
 
     @property
     def result(self) -> Stopped | None:

@@ -59,8 +59,9 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
 
     if run_dir is None:
         raise ConfigError(
-            f"run.name: {parent / str(name)} exists already. Choose another run.name, leave it out "
-            "to get a free one, or remove the folder."
+            f"run.name: {parent / str(name)} exists already. --resume goes on with its run. For a "
+            "new run, choose another run.name, leave it out to get a free one, or remove the "
+            "folder."
         )
 
     for folder in ("configs",) if dry else SUBFOLDERS:

@@ -1,4 +1,5 @@
 """The JSON of a run: lines, one per step, evaluation or restart, and tables. The one reader.
+``unique_keys`` is for JSON that a user wrote: settings, and rows of data.
 
 Another process may be adding a line, a crash may have left half of one, and an editor or a full
 disk may have damaged one. So a line counts once it has its end, and only if it has the expected
@@ -12,13 +13,13 @@ import json
 import logging
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast, is_typeddict
 
 import msgspec
 
-from prime_rl.errors import RunError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.polls import poll_failed, poll_succeeded
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,18 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, Any]:
         or isinstance(value, float)
         or (type(value) is int and -(2**63) <= value < 2**63)
     }
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for ``json.loads(text, object_pairs_hook=unique_keys)``. Raises
+    ``ConfigError`` for a key that stands twice: ``json`` would keep its last value and drop the
+    others without a word."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"the key {twice!r} stands twice in a table")
+    return table
 
 
 def parse_json(data: bytes, line: int = 1) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 import warnings
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -36,6 +37,7 @@ from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.registry.calls import running
 from prime_rl.rundir.checkpoints import (
+    PROGRESS,
     Checkpoint,
     complete,
     flush,
@@ -43,14 +45,15 @@ from prime_rl.rundir.checkpoints import (
     retain,
     unfinished,
 )
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
+from prime_rl.rundir.status import Status, names_in
 from prime_rl.trainer import parallel
 from prime_rl.trainer.expert_balance import is_router_bias
 from prime_rl.trainer.publish import copy_model_files
 from prime_rl.trainer.published import retry
 from prime_rl.trainer.state import TrainerState
 from prime_rl.trainer.tensor_file import write_stream
-from prime_rl.weights.versions import MEETING, MEMORY, STABLE
+from prime_rl.weights.versions import MEETING, MEMORY, POLL_SECONDS, STABLE
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +88,22 @@ class Checkpointer:
         if not self._config.enabled or self._config.interval or step == last_step:
             return self._config.is_due(step, last_step)
         # Rank 0 decides for all: the file may appear between the looks of two ranks.
-        return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])
+        is_begun = parallel.rank() == 0 and self._has_orchestrators_part(step)
+        return bool(parallel.gather(is_begun)[0])
+
+    def _has_orchestrators_part(self, step: int) -> bool:
+        """Waits while the disk refuses to say: a checkpoint that the orchestrator has begun and
+        that is left out here would never be complete."""
+        folder = unfinished(self._run_dir, step).orchestrator
+        while True:
+            try:
+                names = names_in(folder)
+            except OSError as error:
+                poll_failed(folder, error)
+                time.sleep(POLL_SECONDS)
+                continue
+            poll_succeeded(folder)
+            return PROGRESS in names
 
     def save(self, trainer: TrainerState, step: int, published: Path, status: Status) -> None:
         """After step ``step``: copy the state and write it in the background.

@@ -297,13 +297,17 @@ def resident_experts(
     return [*experts] if parallel.several_ranks() else []
 
 
-def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
-    """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
+def is_worth_compiling(policy: Policy, config: TrainerConfig, on_gpu: bool) -> bool:
+    """The rule of ``trainer.compile = "auto"``."""
     num_weights = sum(each.numel() for each in policy.model.parameters())
     # A compiler would split a block at each exchange of tokens, and ranks may differ in where.
     in_blocks = config.router_replay or config.sends_tokens or config.watches_experts
-    worth_it = num_weights >= WORTH_COMPILING and not in_blocks
-    if device.type == "cuda" and worth_it:
+    return on_gpu and num_weights >= WORTH_COMPILING and not in_blocks
+
+
+def _compile_if_worth_it(policy: Policy, config: TrainerConfig, device: torch.device) -> None:
+    """``trainer.compile = "auto"``, before the self-check has seen compiled blocks."""
+    if is_worth_compiling(policy, config, on_gpu=device.type == "cuda"):
         try:
             policy.prepare_blocks(config, device, compiled=True)
             return
@@ -330,9 +334,9 @@ def model_folder(launch: Launch, status: Status) -> Path:
     path = Path(launch.model_path)
     # A resumed run may need its first weights too, which are in another folder.
     made = path / READY if launch.wait_for_model else launch.initial
-    if (launch.wait_for_model or made != path) and not made.exists():
+    # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
+    if (launch.wait_for_model or made != path) and made.name not in names_seen(made.parent):
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
-        # Not `exists`: a client of NFS answers a failed lookup from its cache (`names_in`).
         while made.name not in names_seen(made.parent):
             time.sleep(POLL_SECONDS)
 

@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -88,8 +88,10 @@ class Publisher:
             parallel.on_main(partial(_move_into_place, unfinished, final), group)
 
     def size(self, version: int) -> float:
-        """MiB of a written version; 0 if this machine does not see it."""
-        return sum(file.stat().st_size for file in self.path(version).glob("*")) / 2**20
+        """MiB of a written version; 0 if this machine does not see it, or not now."""
+        with suppress(OSError):
+            return sum(file.stat().st_size for file in self.path(version).glob("*")) / 2**20
+        return 0.0
 
     def announce(self, version: int) -> None:
         """Mark a version as complete, and delete those too old to keep. Rank 0 calls this."""

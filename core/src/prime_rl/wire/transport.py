@@ -10,6 +10,7 @@ without rows ends the run early: the previous step was the last.
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from prime_rl.config.run import FILES
 from prime_rl.errors import ConfigError, WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.polls import poll_failed, poll_succeeded
+from prime_rl.rundir.status import names_in, names_seen
 from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 
 SOCKETS = "zmq"
@@ -104,7 +107,7 @@ class FileSender:
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         check_num_frames(step, frames, self.num_ranks)
         # Without this limit, an orchestrator that is faster would fill the disk with old batches.
-        while len(_steps(self.directory)) >= self.hwm:
+        while self._num_unread() >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
 
         # Under another name until it is whole: a reader must not find half of a step.
@@ -124,8 +127,18 @@ class FileSender:
             ) from error
 
     async def drain(self) -> None:
-        while _steps(self.directory):
+        while self._num_unread():
             await asyncio.sleep(POLL_SECONDS)
+
+    def _num_unread(self) -> float:
+        """Batches that some rank has not read; infinitely many while the disk refuses to say."""
+        try:
+            steps = _steps(names_in(self.directory))
+        except OSError as error:
+            poll_failed(self.directory, error)
+            return math.inf
+        poll_succeeded(self.directory)
+        return len(steps)
 
     async def announced(self, after: int) -> None:
         await asyncio.sleep(2 * POLL_SECONDS)
@@ -140,22 +153,41 @@ class FileReceiver:
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory = directory
         self.rank = rank
+        self._last = -1
+        """The step that was read last."""
 
     def receive(self, timeout: float) -> memoryview | None:
         deadline = time.monotonic() + timeout
         while True:
-            for step in _steps(self.directory):
-                path = _frame_path(self.directory / f"step_{step}", self.rank)
-                if path.exists():
-                    frame = path.read_bytes()
-                    path.unlink()
-                    with suppress(OSError):  # another rank's frame is in it, or it is removed
-                        path.parent.rmdir()
-                    return unsealed(frame)
-
+            frame = self._look()
+            if frame is not None:
+                return unsealed(frame)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
+
+    def _look(self) -> bytes | None:
+        """The next frame; None if it is not there yet, or if the disk refuses to say."""
+        for step in _steps(names_seen(self.directory)):
+            path = _frame_path(self.directory / f"step_{step}", self.rank)
+            if step <= self._last:  # it was read, and the disk refused to remove it
+                _remove(path)
+                continue
+
+            try:
+                frame = path.read_bytes()
+            except FileNotFoundError:  # other ranks have not read theirs
+                continue
+            except OSError as error:
+                poll_failed(path, error)
+                return None
+
+            poll_succeeded(path)
+            self._last = step
+            _remove(path)
+            return frame
+
+        return None
 
     def announce(self, version: int) -> None:
         """The version's files are enough."""
@@ -164,10 +196,18 @@ class FileReceiver:
         """Nothing to release."""
 
 
-def _steps(directory: Path) -> list[int]:
-    """Steps with unread frames, in order."""
-    names = (path.name for path in directory.glob("step_*"))
-    return sorted(int(name.removeprefix("step_")) for name in names)
+def _steps(names: Sequence[str]) -> list[int]:
+    """The steps of a folder's names, in order."""
+    return sorted(int(name.removeprefix("step_")) for name in names if name.startswith("step_"))
+
+
+def _remove(path: Path) -> None:
+    """Remove a frame that was read, and its folder if it was the last one there."""
+    # What is left is removed at a later look.
+    with suppress(OSError):
+        path.unlink()
+    with suppress(OSError):  # another rank's frame is in it, or it is removed
+        path.parent.rmdir()
 
 
 def _frame_path(step_dir: Path, rank: int) -> Path:

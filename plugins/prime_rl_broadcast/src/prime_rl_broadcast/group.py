@@ -73,7 +73,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(os.listdir(folder)):
+            while missing := self._missing(names_seen(folder)):
                 self.check_open()
                 if time.monotonic() > deadline:
                     raise WeightsError(
@@ -96,11 +96,15 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         """Raise ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
         folder = Path(self.directory)
         try:
-            if _END in os.listdir(folder):
-                reason = (folder / _END).read_text("utf-8")
-                raise WeightsError(f"the broadcast was aborted: {reason}")
-        except OSError as error:
-            raise WeightsError(f"{folder}: {error}") from error
+            names = os.listdir(folder)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{folder} is gone: another attempt has begun") from error
+        except OSError:  # a shared disk may refuse one look
+            return
+
+        if _END in names:
+            reason = (folder / _END).read_text("utf-8")
+            raise WeightsError(f"the broadcast was aborted: {reason}")
 
     def _missing(self, names: Collection[str]) -> list[int]:
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]

@@ -60,7 +60,13 @@ def list_plugins(
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="A plugin, a distribution, or the name of an offer.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A plugin, a distribution, or the name of an offer.",
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """One plugin in full: its origin, its offers, and every setting with its default.
@@ -126,7 +132,7 @@ def check(
 
 
 def prove(
-    name: Annotated[str, typer.Argument(help="An installed algorithm.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An installed algorithm.")],
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -273,7 +279,8 @@ def search(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Words of a name, a summary, an offer (algorithm.rloo) or its description."
+            metavar="WORD...",
+            help="Words of a name, a summary, an offer (algorithm.rloo) or its description.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -293,7 +300,9 @@ def search(
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="The name in a TOML, such as my-algo.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name in a TOML, such as my-algo.")
+    ],
     kind: Annotated[
         str,
         typer.Option(

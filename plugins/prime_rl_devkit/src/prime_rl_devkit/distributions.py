@@ -67,7 +67,11 @@ def distributions() -> list[Distribution]:
         bringer = by_package.get(entry.value)
         if bringer is not None and kind != KEY:
             plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
-            bringer.offers.setdefault(plural, []).append(name.replace("plugins.", "plugins "))
+            names = bringer.offers.setdefault(plural, [])
+            name = name.replace("plugins.", "plugins ")
+            # Several distributions may declare one offer: `prime-rl` and `prime-rl-app` do.
+            if name not in names:
+                names.append(name)
 
     return rows
 

@@ -20,7 +20,7 @@ from prime_rl_devkit.algorithms.behavior import INPUTS
 from prime_rl_devkit.algorithms.streams import check_streams
 from prime_rl_devkit.algorithms.subject import MIXED
 from prime_rl_devkit.plans import check_plans
-from prime_rl_devkit.verdicts import Broken, NotApplicable, run
+from prime_rl_devkit.verdicts import Broken, NotApplicable, raised, run
 
 PREPARING = frozenset({"prepare_rollout"})
 FILTERING = frozenset({"filter_rollout"})
@@ -119,7 +119,7 @@ def scores_beside_any_algorithm(plugin: object) -> None:
         try:
             _score(cls, group, plugin)
         except Exception as error:
-            raise Broken(f"{where}: {type(error).__name__}: {error}") from error
+            raise Broken(f"{where}: {raised(error)}") from error
 
         check_streams(group, MIXED)
         for rollout, columns in zip(group, before, strict=True):
@@ -143,7 +143,7 @@ def passes_errors_on(plugin: object) -> None:
         except Fault:
             continue
         except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
+            outcome = raised(error)
             if SWALLOWED in outcome:
                 outcome = "no error: it was swallowed"
         else:

@@ -45,17 +45,15 @@ def print_distributions(rows: Sequence[Distribution]) -> None:
 def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
     """Print one row per plugin."""
     table = Table(title="prime-rl plugins", title_justify="left", box=SIMPLE_HEAD)
-    for title in ("plugin", "distribution", "version", "contract"):
+    for title in ("plugin", "distribution"):
         table.add_column(title, no_wrap=True)
-    table.add_column("offers")
+    table.add_column("offers", ratio=1, overflow="fold")
     for row in rows:
         lists = row["offers"] | {key: row[key] for key in ("implements", "wraps") if row[key]}
         offers = "\n".join(f"{kind}: {_some(names)}" for kind, names in lists.items())
         table.add_row(
             row["plugin"],
-            row["distribution"],
-            row["version"],
-            str(row["contract"]),
+            f"{row['distribution']}\n{row['version']}, contract {row['contract']}",
             Text(f"broken: {row['error']}", "red", overflow="fold") if row["error"] else offers,
         )
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
+from traceback import walk_tb
 
+from prime_rl.errors import line_in, text_of
 from prime_rl.testing import Outcome
+
+OF_CHECKS = frozenset({"prime_rl", "prime_rl_devkit", "pluggy"}) | sys.stdlib_module_names
+"""Packages whose frames lie between a check and the code that it checks."""
 
 
 class Broken(AssertionError):
@@ -20,11 +26,21 @@ def promise_of(check: Callable[..., object]) -> str:
     return " ".join((check.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
 
 
+def raised(error: BaseException) -> str:
+    """``KeyError: 'answer' (line 12 of /x.py)``: an error of the checked code, and its line."""
+    modules = (
+        str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)
+    )
+    packages = (module.partition(".")[0] for module in modules)
+    checked = next((package for package in packages if package not in OF_CHECKS), "")
+    return f"{type(error).__name__}: {text_of(error)}{line_in(error, checked)}"
+
+
 def run(
     check: Callable[..., str | None],
     *subject: object,
     name: str = "",
-    unexpected: Callable[[Exception], str] = lambda error: f"{type(error).__name__}: {error}",
+    unexpected: Callable[[Exception], str] = raised,
 ) -> Outcome:
     """Run one check, which may return a measurement as text. Any exception fails it; ``unexpected``
     tells of one that is not the check's own."""

@@ -17,7 +17,7 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.rundir.launch import READY
 from prime_rl.rundir.logs import set_up_logging
 from prime_rl.rundir.processes import exit_with_parent
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import Status, names_seen
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
@@ -63,7 +63,8 @@ def run_server(args: argparse.Namespace, serve: Callable[[argparse.Namespace, St
 def wait_for_model(path: Path, status: Status) -> None:
     """Return when the folder is complete."""
     status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
-    while not ((path / READY).exists() and (path / "config.json").exists()):
+    # Not `exists`: see `names_in` of prime_rl.rundir.status.
+    while not {READY, "config.json"} <= {*names_seen(path)}:
         time.sleep(_POLL_SECONDS)
 
 

@@ -34,6 +34,9 @@ MAX_UPDATE_BYTES = 2**20
 """Most bytes of a body of ``/update_weights``."""
 MAX_VERSION = 2**31 - 1
 """Highest version of a policy: replies and streams keep versions as int32."""
+LOWEST = -(2**63)
+HIGHEST = 2**63 - 1
+"""Of a number that an engine may keep in 64 bits."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -193,6 +196,8 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     scoring = fields.prompt_logprobs is not None and given(fields.max_tokens, 2) <= 1
     check_prompt(body.token_ids, limits, scoring=scoring)
     check_entries(len(body.token_ids), fields.prompt_logprobs, key="prompt_logprobs")
+    if not LOWEST <= given(body.priority, 0) <= HIGHEST:
+        raise RequestError(f"priority is {body.priority}; it must be in [{LOWEST}, {HIGHEST}]")
     if body.stream:
         raise RequestError("stream is true; this route answers whole completions only")
     if body.features is not None or body.content_parts is not None:
@@ -276,6 +281,8 @@ def check_sampling(
         ("n", fields.n, 1, MAX_CHOICES),
         ("logprobs", logprobs, 0, MAX_ALTERNATIVES),
         ("prompt_logprobs", prompt_logprobs, 0, limits.vocab_size),
+        # Choice i gets the seed plus i.
+        ("seed", fields.seed, LOWEST, HIGHEST - given(fields.n, 1) + 1),
     )
     for key, number, low, high in rules:
         if number is not None and (number < low or (high is not None and number > high)):

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def serve_env(
     configs: Annotated[
-        list[Path], typer.Argument(help="The run's TOML files, as for `prime-rl run`.")
+        list[Path],
+        typer.Argument(metavar="CONFIG.toml...", help="The run's TOML files, as for prime-rl run."),
     ],
     env: Annotated[
         str,

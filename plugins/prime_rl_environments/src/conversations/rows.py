@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from function.rows import TwiceError, unique_keys
-from prime_rl import ROLES, ConfigError
+from prime_rl import ROLES, ConfigError, unique_keys
 
 Conversation: TypeAlias = dict[str, Any]
 """``messages``, and ``tools`` if it has some: both as JSON has them."""
@@ -94,7 +93,7 @@ def _column(name: str, value: Any, where: str) -> Any:
     if name in LISTS and isinstance(value, str) and value.startswith("[{"):
         try:
             parsed = json.loads(value, object_pairs_hook=unique_keys)
-        except TwiceError as error:
+        except ConfigError as error:
             raise ConfigError(f"{where}, column {name!r}: {error}") from error
         except ValueError:
             return value

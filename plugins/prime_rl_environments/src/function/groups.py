@@ -126,7 +126,10 @@ async def _call(
     function: RewardFunction, available: Mapping[str, Any], num_replies: int
 ) -> list[dict[str, float]]:
     if _is_async(function.function):
-        with faults_of(function):
+        from prime_rl.env.environment import contained
+
+        # Also of a task that the function starts: its exit would end the orchestrator's loop.
+        with faults_of(function), contained():
             result = await function(**available)
     else:  # it must not block the event loop of the orchestrator
         result = await asyncio.to_thread(_run, function, available)

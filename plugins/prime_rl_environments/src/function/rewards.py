@@ -209,8 +209,17 @@ def faults_of(function: RewardFunction) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
+        error = _raised_in_a_task(error)
         raised = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
         raise RewardFault(f"reward {function.name} raised {raised}{_line(error)}") from error
+
+
+def _raised_in_a_task(error: BaseException) -> BaseException:
+    """Of an exit in a task that the function has started, what it was before core contained it."""
+    from prime_rl.env.environment import EnvironmentExit
+
+    cause = error.__cause__ if isinstance(error, EnvironmentExit) else None
+    return error if cause is None else cause
 
 
 def _is_cancelled() -> bool:

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from prime_rl import ROLES, ConfigError
+from prime_rl import ROLES, ConfigError, unique_keys
 
 Row = dict[str, Any]
 
@@ -122,7 +122,7 @@ def _of_jsonl(path: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line, object_pairs_hook=unique_keys)
-        except TwiceError as error:
+        except ConfigError as error:
             raise ConfigError(f"data: {path}, line {number}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"data: {path}, line {number}: no JSON ({error})") from error
@@ -134,21 +134,6 @@ def _of_jsonl(path: Path) -> list[Row]:
         rows.append(row)
 
     return rows
-
-
-class TwiceError(ValueError):
-    """An object of JSON has two values of one key."""
-
-
-def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON with these keys. Raises ``TwiceError``: of two values, one would be lost
-    without a word."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise TwiceError(f"the key {twice!r} stands twice in a table")
-    return table
 
 
 def _lines_of(path: Path) -> int:

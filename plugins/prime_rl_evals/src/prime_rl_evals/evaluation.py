@@ -88,14 +88,16 @@ class EvalLog:
         """Add a result. If its line cannot be written, the run goes on."""
         self.results[when].append(result)
         line = {"step": result.policy_version, "when": when, **asdict(result)}
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = None
         try:
             with self.path.open("a", encoding="utf-8") as file:
+                size = file.tell()
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.error("cannot write to %s: %s", self.path, error)
             with suppress(OSError):  # the next line must not continue a torn one
-                os.truncate(self.path, size)
+                if size is not None:
+                    os.truncate(self.path, size)
 
 
 def free_slots(max_inflight: int, training: int) -> int:
@@ -278,7 +280,9 @@ class Evaluation(Observer):
 
     async def _one(self, when: str, job: Job, version: int, finished: dict[Job, Finished]) -> None:
         env = job.env
+        # Engines take 63 bits, which the run's seed may fill.
         seed = self.context.config.seed + job.example * env.group_size + job.member
+        seed %= 2**63
         # One that holds nothing back begins some of its rollouts under newer weights.
         salt = str(version if self.settings.max_hold_seconds else self.policy.version)
         self.inflight += 1

@@ -8,9 +8,16 @@ source      ``Gateway``: groups of rewarded sessions become rollouts
   |- store      a file for each session, so that a restart loses none
 """
 
-import typer
+from __future__ import annotations
 
-from prime_rl import Source, hookimpl
+from typing import TYPE_CHECKING
+
+from prime_rl import hookimpl
+
+if TYPE_CHECKING:  # `prime-rl --help` imports this module
+    import typer
+
+    from prime_rl import Source
 
 
 @hookimpl

@@ -15,9 +15,11 @@ ANSWER_SECONDS = 2.0
 
 def gateway(
     run: Annotated[
-        str, typer.Argument(help="The run: its folder, its name, or latest.")
+        str, typer.Argument(metavar="RUN", help="Name or path of a run; latest: the newest.")
     ] = "latest",
-    output_dir: Annotated[str, typer.Option(help="The folder of runs.")] = "outputs",
+    output_dir: Annotated[
+        str, typer.Option(help="Folder with run directories, as output_dir names it.")
+    ] = "outputs",
     env: Annotated[
         str, typer.Option(help="The env of the gateway, if there are several gateways.")
     ] = "",

@@ -40,7 +40,7 @@ def replace_layers(model: nn.Module) -> None:
 
     for name in sorted({type(module).__module__ for module in model.modules()}):
         namespace = sys.modules.get(name)
-        rotate_both = getattr(namespace, layers.ROTARY, None)
+        rotate_both = layers.models_own(getattr(namespace, layers.ROTARY, None))
         if rotate_both is not None and layers.is_rotary(rotate_both):
             setattr(namespace, layers.ROTARY, _fast_rotary(rotate_both))
 
@@ -120,7 +120,7 @@ def _fast_rotary(rotate_both: Callable[..., Any]) -> Callable[..., Any]:
         angles = (cos.contiguous(), sin.contiguous())
         return tuple(Rotary.apply(x, *angles) for x in (q, k))  # type: ignore[no-untyped-call]
 
-    fast._is_fast = True  # type: ignore[attr-defined]
+    fast.replaces = rotate_both  # type: ignore[attr-defined]
     return fast
 
 

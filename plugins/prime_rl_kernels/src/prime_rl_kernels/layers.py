@@ -34,9 +34,15 @@ def replace_layers(model: nn.Module) -> None:
 
     for name in sorted({type(module).__module__ for module in model.modules()}):
         namespace = sys.modules.get(name)
-        rotate = getattr(namespace, ROTARY, None)
+        rotate = models_own(getattr(namespace, ROTARY, None))
         if rotate is not None and is_rotary(rotate):
             setattr(namespace, ROTARY, _fast_rotary(rotate))
+
+
+def models_own(rotate: Any) -> Any:
+    """The function that a faster one replaced, else the same. A process has one namespace, and
+    perhaps one model after another, on a CPU and on a GPU: the last replacement holds."""
+    return getattr(rotate, "replaces", rotate)
 
 
 def agree(found: Callable[[], Any], expected: Callable[[], Any]) -> bool:
@@ -151,8 +157,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: tuple[Tensor, Tensor], sign: int) -> T
 
 def is_rotary(rotate: Callable[..., Any]) -> bool:
     """Whether the function rotates queries and keys [B, H, T, D] by angles [B, T, D]."""
-    if getattr(rotate, "_is_fast", False):
-        return False
     numbers = torch.linspace(-2, 3, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
     angles = torch.linspace(0, 4, 2 * 5 * 8).view(2, 5, 8)
     inputs = (numbers, numbers[:, :1] + 1, angles.cos(), angles.sin())
@@ -169,5 +173,5 @@ def _fast_rotary(rotate: Callable[..., Any]) -> Callable[..., Any]:
         angles = (cos[:, None], sin[:, None])
         return tuple(Rotary.apply(x, *angles) for x in (q, k))  # type: ignore[no-untyped-call]
 
-    fast._is_fast = True  # type: ignore[attr-defined]
+    fast.replaces = rotate  # type: ignore[attr-defined]
     return fast

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, unique_keys
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -72,20 +72,9 @@ def rows_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_unique_keys)
+            row = json.loads(line, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}, line {number}: no JSON ({error})") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{file}, line {number}: expected an object, found {str(row)[:40]!r}")
         yield f"{file}, line {number}", row
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON with these keys. Raises ``ValueError``: of two values of one key, one
-    would be lost without a word."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in a table")
-    return table

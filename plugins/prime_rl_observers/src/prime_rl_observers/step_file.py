@@ -1,4 +1,5 @@
-"""``[monitors.file] interval`` for ``trainer.jsonl``, which the orchestrator follows.
+"""``[monitors.file] interval`` for the files to which the trainer adds a line per step:
+``trainer.jsonl``, which the orchestrator follows, and ``expert_load.jsonl``.
 
 The trainer writes whole lines. This shortens old ones in the trainer's process, between two steps,
 and replaces the file. The orchestrator then reads it from its start, and knows which steps it has
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,52 +29,65 @@ NEWEST = 100
 
 
 class StepFile(TrainerObserver):
-    """Shortens old lines of ``trainer.jsonl``, as ``[monitors.file] interval`` says."""
+    """Shortens ``trainer.jsonl`` and ``expert_load.jsonl``, as ``[monitors.file] interval`` says:
+    old lines of other steps than each so many lose their details, or are left out."""
 
     name = "step_file"
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._interval = 1
-        self._shortened = 0
-        self._steps = 0
+        self._sizes: Counter[Path] = Counter()
+        """Bytes of each file when it was last shortened."""
+        self._steps: Counter[Path] = Counter()
+        """Steps since then."""
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Read the interval from the run's config."""
-        self._path = run_dir / "trainer.jsonl"
+        self._metrics = run_dir / "trainer.jsonl"
+        self._loads = run_dir / "expert_load.jsonl"
         self._interval = _interval(run_dir / "configs" / "run.json")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once the file has doubled, so that the work stays in proportion to it."""
-        self._steps += 1
-        if self._interval == 1 or self._steps < 2 * NEWEST:
+        """Once a file has doubled, so that the work stays in proportion to it."""
+        if self._interval == 1:
             return
+        for path in (self._metrics, self._loads):
+            self._steps[path] += 1
+            if self._steps[path] >= 2 * NEWEST:
+                with suppress(OSError):  # a full disk: the trainer's next line says so
+                    self._shorten(path)
+
+    def _shorten(self, path: Path) -> None:
         from prime_rl.trainer import parallel
 
-        with suppress(OSError):  # a full disk: the trainer's next line says so
-            before = self._path.stat()
-            if parallel.rank() or before.st_size < 2 * self._shortened:
-                return
-            *whole, rest = self._path.read_bytes().split(b"\n")
-            lines = [line + b"\n" for line in whole]
-            old = lines[:-NEWEST]
-            new = lines[-NEWEST:]
-            shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            shorter.write_bytes(b"".join([*map(self.short, old), *new, rest]))
-            if self._path.stat().st_ino != before.st_ino:  # another attempt has gone back
-                shorter.unlink()
-                return
+        before = path.stat()
+        if parallel.rank() or before.st_size < 2 * self._sizes[path]:
+            return
 
-            shorter.replace(self._path)
-            self._shortened = self._path.stat().st_size
-            self._steps = 0
+        *whole, rest = path.read_bytes().split(b"\n")
+        lines = [line + b"\n" for line in whole]
+        old = [self.short(line, is_load=path == self._loads) for line in lines[:-NEWEST]]
+        new = lines[-NEWEST:]
+        shorter = path.with_name(f".{path.name}.{os.getpid()}")
+        shorter.write_bytes(b"".join([*old, *new, rest]))
+        if path.stat().st_ino != before.st_ino:  # another attempt has gone back
+            shorter.unlink()
+            return
 
-    def short(self, line: bytes) -> bytes:
-        """A line without details, unless its step keeps them. A damaged line stays as it is."""
+        shorter.replace(path)
+        self._sizes[path] = path.stat().st_size
+        self._steps[path] = 0
+
+    def short(self, line: bytes, is_load: bool = False) -> bytes:
+        """A line without details, or nothing of the load of experts, unless its step keeps it. A
+        damaged line stays as it is."""
         try:
             row = json.loads(line)
             if row["step"] % self._interval == 0:
                 return line
+            if is_load:
+                return b""
             row["metrics"] = {n: v for n, v in row["metrics"].items() if not DETAILS.search(n)}
             return json.dumps(row).encode() + b"\n"
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError):

@@ -15,11 +15,13 @@ region may take over.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -179,15 +181,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in fresh:
                 self._allocate(each, kind)
 
-        # A view moves nothing, those without the name of one (``_unsafe_view``) included.
-        moves = fresh or func._schema.is_mutable or func.namespace == "c10d"
-        if self.charges and moves:
-            self._charge(func, name, args, read=read, made=made)
-        elif self._gathers_for_step(name):
-            region = self.region
-            self.region = "update"
-            self._charge(func, name, args, read=read, made=made)
-            self.region = region
+        charged_in = self.region if self.charges else None
+        if charged_in is None and self._gathers_for_step(name):
+            charged_in = "update"
+        if charged_in is not None and _moves_bytes(func, bool(fresh)):
+            touched = _touched(func, args, kwargs or {}, fresh)
+            self._charge(charged_in, func, name, args, touched=touched)
         return result
 
     def _gathers_for_step(self, name: str) -> bool:
@@ -207,14 +206,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "gathered"
         return "logits" if _in_modules(HEAD) else "activations"
 
-    def _charge(
-        self, func: Any, name: str, args: Any, read: list[Tensor], made: list[Tensor]
-    ) -> None:
-        moved = float(sum(_bytes(each) for each in (*read, *made)))
-        if self.fusion is not None and self.region != "update":
+    def _charge(self, region: str, func: Any, name: str, args: Any, touched: Touched) -> None:
+        read = touched.read
+        moved = float(sum(_bytes(each) for each in touched))
+        if self.fusion is not None and region != "update":
             fusible = _is_element_wise(func, name) and not _in_modules(UNCOMPILED)
-            moved = self.fusion.moved(read, made, fusible=fusible)
-        dtype = str((read or made)[0].dtype).removeprefix("torch.") if read or made else ""
+            moved = self.fusion.moved(touched, fusible=fusible)
+        first = next(iter(touched), None)
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         if func.namespace == "c10d":
             waits = name.startswith("alltoall") or _in_modules(EXCHANGES)
             dtype = f"{NETWORK}/{SENT if waits else SHARED}/{_group_of(args)}"
@@ -222,10 +221,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = float(twice * max((_bytes(each) for each in read), default=0))
         elif name == "copy_" and _is_called_by(("to_host", "to_device"), OFFLOAD):
             dtype = "host"
-            moved = float(_bytes(made[0]))
-        self.costs[
-            self.region, name, dtype, self._flops(func, name, read=read, made=made), moved
-        ] += 1
+            moved = float(_bytes(touched.written[0]))
+        flops = self._flops(func, name, read=read, made=touched.results)
+        self.costs[region, name, dtype, flops, moved] += 1
 
     def _flops(self, func: Any, name: str, read: list[Tensor], made: list[Tensor]) -> float:
         if "varlen_attn" in name:  # causal: two products forward, five backward
@@ -243,6 +241,62 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return float(count(*read, out_val=made[0])) if count and name in PRODUCTS else 0.0
         except (TypeError, ValueError):
             return 0.0
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The tensors whose numbers an operation moves."""
+
+    read: list[Tensor]
+    written: list[Tensor]
+    """In place."""
+    fresh: list[Tensor]
+    """Results with memory of their own."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """A tensor that is read and written comes twice."""
+        return itertools.chain(self.read, self.written, self.fresh)
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [*self.fresh, *self.written]
+
+
+def _touched(func: Any, args: Any, kwargs: Any, fresh: list[Tensor]) -> Touched:
+    """By the schema, which says what is written. Operations on lists return nothing."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    arguments = func._schema.arguments
+    given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    for argument in arguments:
+        tensors = [e for e in tree_leaves(given.get(argument.name)) if isinstance(e, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name == "grads":  # a fused optimizer would write them only to unscale them
+            is_written = False
+        if is_written:
+            written += tensors
+        if not (is_written and (argument.kwarg_only or func.overloadpacket in OVERWRITING)):
+            read += tensors
+    return Touched(read, written, fresh)
+
+
+OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
+"""Operations that write their first argument without reading it, as those with ``out`` do."""
+
+
+def _moves_bytes(func: Any, is_fresh: bool) -> bool:
+    """Whether an operation reads or writes numbers. ``is_fresh``: its result has memory of its
+    own. Memory that is only taken is not written. A view moves nothing, those without the name of
+    one (``_unsafe_view``) included, nor does one in place (``squeeze_``)."""
+    if func.overloadpacket in ALLOCATIONS or torch.Tag.inplace_view in func.tags:
+        return False
+    return is_fresh or func._schema.is_mutable or func.namespace == "c10d"
+
+
+ALLOCATIONS = {
+    *(aten.empty, aten.empty_like, aten.empty_strided),
+    *(aten.new_empty, aten.new_empty_strided),
+}
 
 
 def _group_of(args: Any) -> str:
@@ -275,14 +329,14 @@ class Fusion:
         self._read: set[int] = set()
         """Storages that the present run has read."""
 
-    def moved(self, read: list[Tensor], made: list[Tensor], fusible: bool) -> float:
+    def moved(self, touched: Touched, fusible: bool) -> float:
         """Bytes of one operation."""
         if not fusible:
             self._run += 1
             self._read.clear()
 
         total = 0.0
-        for tensor in read:
+        for tensor in touched.read:
             key = tensor.untyped_storage()._cdata
             run = self._inside.get(key)
             if fusible and (run == self._run or key in self._read):
@@ -294,15 +348,19 @@ class Fusion:
             if fusible:
                 self._read.add(key)
 
-        before = {tensor.untyped_storage()._cdata for tensor in read}
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            in_place = storage._cdata in before and storage._cdata not in self._inside
-            if not fusible or in_place:
+        for tensor in touched.written:
+            key = tensor.untyped_storage()._cdata
+            if fusible and key in self._inside:
+                self._inside[key] = self._run
+            else:
+                total += _bytes(tensor)
+
+        for tensor in touched.fresh:
+            if not fusible:
                 total += _bytes(tensor)
                 continue
-            if storage._cdata not in self._inside:
-                weakref.finalize(storage, self._inside.pop, storage._cdata, None)
+            storage = tensor.untyped_storage()
+            weakref.finalize(storage, self._inside.pop, storage._cdata, None)
             self._inside[storage._cdata] = self._run
 
         return total
@@ -316,7 +374,7 @@ def _is_element_wise(func: Any, name: str) -> bool:
 
 FUSED = {
     *("_to_copy", "clone", "copy_", "cat", "sum", "mean", "expand", "slice_backward"),
-    *("select_backward", "new_zeros", "zeros_like", "ones_like", "fill_", "zero_", "empty_like"),
+    *("select_backward", "new_zeros", "zeros_like", "ones_like", "fill_", "zero_"),
 }
 """Operations without a tag that the compiler fuses too."""
 

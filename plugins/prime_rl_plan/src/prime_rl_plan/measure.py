@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -28,10 +28,17 @@ from prime_rl.registry.offers import make_kernel, make_optimizer, make_tuning
 from prime_rl.streams import STREAMS, TOP_IDS
 from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module
+from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import WORTH_COMPILING, keeps_gathered, load_model
+from prime_rl.trainer.model import (
+    Policy,
+    gathered_bytes,
+    is_worth_compiling,
+    keeps_gathered,
+    load_model,
+    resident_experts,
+)
 from prime_rl.trainer.published import published_tensors
-from prime_rl.trainer.routes import experts_of
 from prime_rl.wire.micro_batch import MicroBatch
 from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
 from prime_rl_plan.ledger import NETWORK, OUTSIDE, Ledger, owners
@@ -141,41 +148,51 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int, kept: bool = False)
     ledger.charges = False
 
 
+def whole_policy(request: Mapping[str, Any], config: TrainerConfig) -> Policy:
+    """The policy of a run, with all layers, its adapter and heads: weights without memory."""
+    hooks = load_plugins(TRAINER_GROUP)
+    kernel = make_kernel(config, hooks)
+    tuning = make_tuning(config.settings, hooks)
+    available = Components.load(config, hooks).heads
+    architecture = with_layers(request["model"], request["model"]["num_hidden_layers"])
+
+    with model_from(architecture) as folder, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture)
+        if tuning is not None:
+            tuning.prepare(model, folder, None)
+        heads = [HeadModule(available[name], table, model) for name, table in config.heads.items()]
+        policy = Policy(model, config, heads=heads, kernel=kernel)
+
+    with fake_ranks(request["ranks"]):
+        policy.resident_experts = resident_experts(model, config, kernel)
+    return policy
+
+
 @cache
-def num_weights(table: str) -> tuple[int, int]:
-    """Of the whole model, given its ``config.json``, and of its experts."""
-    config = json.loads(table)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(with_layers(config, config["num_hidden_layers"]))
-    of_experts = (each for module in experts_of(model) for each in module.parameters())
-    return _numbers(model.parameters()), _numbers(of_experts)
+def choices(request: str) -> tuple[bool, bool]:
+    """What a run would decide by the size of its whole policy: whether it compiles the blocks, and
+    whether it keeps weights gathered between the passes of a step. ``memory`` of the request: bytes
+    of its GPU.
 
+    Here blocks run as they are: memory is theirs, and of time the ledger leaves out what a compiler
+    saves.
+    """
+    asked = json.loads(request)
+    gpu = bool(asked["gpu"])
+    half = bool(asked["half"])
+    config = TrainerConfig.model_validate(asked["trainer"])
+    # The policy is not compiled here, and attention must not be registered as if it were.
+    policy = whole_policy(asked, config.model_copy(update={"compile": False}))
 
-def _numbers(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(each.numel() for each in tensors)
+    compiled = config.compile
+    if compiled == "auto":
+        compiled = is_worth_compiling(policy, config, on_gpu=gpu)
 
-
-def is_compiled(request: Mapping[str, Any]) -> bool:
-    """Whether a run would compile the blocks. They run as they are here: memory is theirs, and of
-    time the ledger leaves out what a compiler saves."""
-    setting = request["trainer"].get("compile", "auto")
-    if setting != "auto":
-        return bool(setting)
-    num_all, _ = num_weights(json.dumps(request["model"]))
-    return bool(request["gpu"]) and num_all >= WORTH_COMPILING
-
-
-def is_kept(request: Mapping[str, Any], config: TrainerConfig) -> bool:
-    """Whether a run would keep weights gathered between the passes of a step. ``memory`` of the
-    request: bytes of its GPU."""
-    if not (request["half"] or request["ranks"] > 1):
-        return False
-    num_all, num_of_experts = num_weights(json.dumps(request["model"]))
-    stays = config.sends_tokens and request["ranks"] > 1  # as ``Policy.resident``
-    num_gathered = num_all - (num_of_experts if stays else 0)
-    num_bytes = num_gathered * (2 if request["half"] else 4)
-    memory = request.get("memory", 0.0) if request["gpu"] else 0.0
-    return keeps_gathered(config, num_bytes, memory=memory)
+    kept = False
+    if half or asked["ranks"] > 1:  # else nothing is gathered
+        memory = asked.get("memory", 0.0) if gpu else 0.0
+        kept = keeps_gathered(config, gathered_bytes(policy, half), memory=memory)
+    return compiled, kept
 
 
 def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -192,15 +209,15 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if gpu:
         settings["share_prompts"] = False
 
+    compiled, kept = choices(json.dumps(request))
+    settings["reshard_after_forward"] = not kept
     hooks = load_plugins(TRAINER_GROUP)
     config = TrainerConfig.model_validate(settings)
-    kept = is_kept(request, config)
-    config = config.model_copy(update={"reshard_after_forward": not kept})
     lengths = lengths_of(request["row_tokens"], request["seq_len"])
     ledger = Ledger(
         pairs=sum(n * (n + 1) / 2 for n in lengths),
         rounds=gpu,
-        fuses=is_compiled(request),
+        fuses=compiled,
     )
     architecture = with_layers(request["model"], layers)
     torch.manual_seed(0)

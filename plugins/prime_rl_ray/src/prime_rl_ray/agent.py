@@ -101,7 +101,7 @@ class Agent:
             )
             if isinstance(result, str):
                 return give_up(announced, result)
-            failed = 0 if announced.exists() else failed + 1
+            failed = 0 if _is_there(announced) else failed + 1
 
         last = "".join(self._child.last_lines(1)) if self._child is not None else ""
         give_up(announced, f"{name} ended {STARTS} times before it was ready: {last} ({log})")
@@ -136,8 +136,15 @@ def interface_of(address: str) -> str | None:
 
 
 async def _appears(path: Path, deadline: float) -> bool:
-    while not path.exists():
+    while not _is_there(path):
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(POLL_SECONDS)
     return True
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a look at a shared disk sees it. One that the disk refuses has seen nothing."""
+    with suppress(OSError):
+        return path.exists()
+    return False

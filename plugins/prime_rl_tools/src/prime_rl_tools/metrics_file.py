@@ -27,7 +27,7 @@ class FileConfig(PluginConfig):
     interval: PositiveInt = 1
     """Steps between lines with every metric (25 KB each). Those of other steps have the means (4
     KB), without the engines' own metrics, timing and ``effective``. Old lines of ``trainer.jsonl``
-    become as short."""
+    become as short, and those of ``expert_load.jsonl`` are left out."""
 
 
 class FileMonitor(Monitor):

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from disks import SharedDisk
 
 from prime_rl.errors import ConfigError
 from prime_rl_tools.race import schedule
@@ -108,3 +110,19 @@ def test_tokens_are_counted_as_the_metrics_write_them(tmp_path):
     counted = [schedule._tokens(tmp_path, step) for step in (0, 1, 2, 3, 5)]
     assert counted == [0, 500, 1000, 1000, 2000]
     assert schedule._tokens(tmp_path) == 2000
+
+
+def test_a_look_that_the_disk_refuses_ends_no_race(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "evals.jsonl").write_text('{"step": 3, "reward": 0.5, "env": "e"}\n')
+    disk = SharedDisk(monkeypatch, run_dir)
+    ends = iter((None, None, 0, 0))
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: next(ends), returncode=0)
+    monkeypatch.setattr(schedule.subprocess, "Popen", lambda *args, **settings: process)
+    config = SimpleNamespace(orchestrator=SimpleNamespace(eval=SimpleNamespace(env=["e"])))
+    entry = SimpleNamespace(files=[], overrides=[], config=config)
+    with disk.refusing() as answer:
+        monkeypatch.setattr(schedule.time, "sleep", lambda seconds: answer())
+        (point,) = schedule._train(entry, 1, Budget(), run_dir)
+    assert disk.refused and (point.step, point.reward) == (3, 0.5)

@@ -61,6 +61,8 @@ def add_metrics(run_dir):
     ]  # fmt: skip
     lines.append({"step": 3, "eval/words/all/reward/mean": 0.625, "off_policy/mean": 1.0})
     lines += [{"step": n, "plugin/clip/share": n / 10} for n in (1, 2, 3)]
+    seconds = ("pace/training", "pace/held", "pace/starved", "time/engines_paused")
+    lines += [{"step": n} | dict.fromkeys(seconds, n / 987.6) for n in (1, 2, 3)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -120,6 +122,20 @@ def test_the_charts_fill_their_rows_and_the_title_one_line(page, width):
     rows = [tops.count(top) for top in sorted(set(tops))]
     assert rows[0] - rows[-1] < len(rows), rows
     assert page.eval("document.querySelector('#about').clientHeight") < 50
+
+
+def test_no_value_is_out_of_its_legend_in_charts_as_narrow_as_they_become(page):
+    """Five lines of a legend are shown, and more by scrolling: a step and four values."""
+    narrowest = page.eval("NARROWEST * document.querySelectorAll('.chart').length")
+    page.size(narrowest, 900)
+    page.until("document.querySelector('.chart').offsetWidth < NARROWEST + 1")
+    hidden = (
+        "[...document.querySelectorAll('.legend')].filter(l => l.scrollHeight > l.clientHeight)"
+    )
+    assert page.eval(f"{hidden}.map(l => l.innerText)") == []
+    page.hover("#curves .chart:nth-child(5) svg")
+    assert "step " in page.text("#curves .chart:nth-child(5) .legend")
+    assert page.eval(f"{hidden}.map(l => l.innerText)") == []
 
 
 def test_the_last_curve_is_of_a_metric_that_a_plugin_has_logged_or_of_any_other(page):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import SharedDisk
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -412,3 +413,14 @@ def test_a_large_terminal_has_all_and_a_small_one_the_least_needed_goes_first(ru
     assert "one thing that has happened" in whole
     small = "\n".join(screen(run_dir, 40, 20))
     assert "waits for" in small
+
+
+def test_a_view_outlives_a_look_that_the_disk_refuses(run_dir, monkeypatch):
+    busy_run(run_dir)
+    console, view = plain(run_dir)
+    disk = SharedDisk(monkeypatch, run_dir)
+    with disk.refusing():
+        view.refresh()
+        assert "trainer" not in console.file.getvalue()
+    view.refresh()
+    assert "trainer: waiting" in console.file.getvalue()

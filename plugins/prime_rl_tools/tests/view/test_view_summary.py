@@ -220,6 +220,25 @@ def test_a_finished_run_prints_the_commands_that_use_it(tmp_path):
     ]
 
 
+def of_a_script(run_dir):
+    """The config of a run whose reward is a function of a script."""
+    (run_dir / "configs").mkdir()
+    env = {"id": "function", "args": {"functions": "outputs/.functions/1.functions"}}
+    config = {"orchestrator": {"train": {"env": [env]}, "eval": {"env": []}}}
+    (run_dir / "configs" / "run.json").write_text(json.dumps(config))
+
+
+def test_a_run_with_functions_of_a_script_names_no_command_that_needs_them(tmp_path):
+    of_a_script(tmp_path)
+    whole(tmp_path, LAST)
+    measured(tmp_path, "after", 0.75, LAST)
+    assert printed(tmp_path).splitlines()[-3:] == [
+        f"Look at it      prime-rl report {tmp_path}",
+        f"Serve it        prime-rl serve {tmp_path} --port 8000",
+        f"Train on        prime_rl.train(..., resume='latest', max_steps={2 * LAST})",
+    ]
+
+
 # -- a stop -----------------------------------------------------------------------------------
 
 
@@ -242,6 +261,13 @@ def test_a_stopped_run_prints_its_results_and_how_to_resume(tmp_path):
         "Resume with     prime-rl run a.toml --resume",
     ]
     assert (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_stopped_run_with_functions_of_a_script_is_resumed_by_it(tmp_path):
+    of_a_script(tmp_path)
+    whole(tmp_path, 2)
+    last = printed_at_stop(tmp_path, step=2, saved=True).splitlines()[-1]
+    assert last == "Resume with     prime_rl.train(..., resume='latest')"
 
 
 def test_a_stop_without_a_trained_step_writes_no_summary(tmp_path):
@@ -285,6 +311,24 @@ def test_a_reward_that_collapses_is_said(tmp_path, first, last, warned):
     summary["sampled_reward"] = {"first": first, "last": last, "window": 1}
     print_summary(console, tmp_path, summary)
     assert ("WARNING  the sampled reward has collapsed: 0.4" in console.export_text()) == warned
+
+
+def test_the_most_frequent_failure_of_rollouts_is_said_with_its_reason(tmp_path):
+    logs = tmp_path / "logs" / "latest"
+    logs.mkdir(parents=True)
+    head = "2026-11-23 07:13:01,119 WARNING prime_rl.orchestrator.sampling: env 'e', example 1"
+    failed = f"{head}, group 1: rollout failed and will not train"
+    lines = [
+        f"{failed}: TimeoutError: after 600 s",
+        f"{failed}: RewardFault: row 2: reward exact raised KeyError: 'a' (line 3 of r.py)",
+        f"{failed}: RewardFault: row 7: reward exact raised KeyError: 'a' (line 3 of r.py)",
+        "2026-11-23 07:13:01,119 WARNING prime_rl: step 3 is slow",
+    ]
+    (logs / "orchestrator.log").write_text("\n".join(lines))
+    rewarded(tmp_path, [0.25, 0.75])
+    (said,) = [line for line in printed(tmp_path).splitlines() if " failures: " in line]
+    reason = "RewardFault: row 2: reward exact raised KeyError: 'a' (line 3 of r.py)"
+    assert said.strip() == f"2 of 3 failures: {reason}"
 
 
 def test_what_the_processes_logged_as_errors_is_said_once_for_each_sort(tmp_path):

@@ -135,7 +135,7 @@ class Vllm(Engine):
             "host": launch.host,
             "port": launch.port,
             "max-model-len": launch.max_model_len,
-            "seed": launch.seed,
+            "seed": launch.seed % 2**32,  # vLLM seeds NumPy too, which takes no more
             "policy-version": launch.policy_version,
             "status-path": launch.status_path,
             "settings": json.dumps(arguments | {"prefill_engines": self._prefill_engines}),

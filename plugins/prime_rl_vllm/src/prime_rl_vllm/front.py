@@ -27,7 +27,7 @@ from prime_rl_engine_kit.requests import decode
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.admin import Admin
 from prime_rl_vllm.generate import generate
-from prime_rl_vllm.prefill import end_with_prefill, hand_over_prompts
+from prime_rl_vllm.prefill import hand_over_prompts
 from prime_rl_vllm.report import Metrics, report_forever
 from prime_rl_vllm.state import State
 
@@ -37,6 +37,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
+POLL_SECONDS = 0.5
 OPEN = {"/health", "/metrics", "/ping", "/version", "/load"}
 """Monitoring routes, which need no key."""
 CLIENTS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/score", "/rerank")
@@ -71,11 +72,37 @@ class Front:
         if scope["type"] == "lifespan":
             await self.app(scope, self._started(scope, receive), send)
         elif scope["type"] != "http":
-            await self._guarded(scope, receive, send, refuse=_close_socket)
+            await self._served(scope, receive, send, refuse=_close_socket)
         else:
-            await self._guarded(scope, receive, send, refuse=_answer)
+            await self._served(scope, receive, send, refuse=_answer)
 
     # -- requests ---------------------------------------------------------------------------
+
+    async def _served(
+        self, scope: Message, receive: Receive, send: Send, refuse: Callable[..., Awaitable[None]]
+    ) -> None:
+        """``_guarded``, until the engine is shut down (``State.release``)."""
+        has_begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        task = asyncio.current_task()
+        assert task is not None  # uvicorn has one for each request
+        self.state.serving.add(task)
+        try:
+            await self._guarded(scope, receive, sent, refuse)
+        except asyncio.CancelledError:
+            if not self.state.ended:
+                raise
+            task.uncancel()
+            # Of a reply that has begun, uvicorn closes the connection: the client sees no end.
+            if not has_begun:
+                await refuse(_gone(), scope, receive, send)
+        finally:
+            self.state.serving.discard(task)
 
     async def _guarded(
         self, scope: Message, receive: Receive, send: Send, refuse: Callable[..., Awaitable[None]]
@@ -83,6 +110,8 @@ class Front:
         """Check keys, then call our route or vLLM's. Failures become answers where possible."""
         try:
             self._check_key(scope)
+            if self.state.ended:
+                raise _gone()
             endpoint = self._routes.get((scope.get("method", ""), scope["path"]))
             if endpoint is not None:
                 response = await endpoint(HTTPRequest(scope, receive))
@@ -173,10 +202,10 @@ class Front:
             if message["type"] == "lifespan.startup":
                 try:
                     await _prepare(self.state, scope["app"].state.engine_client)
-                except Exception:
+                except Exception as error:
                     # uvicorn takes it for an application without a start, and would go on.
                     log.exception("the server cannot be prepared, so it ends")
-                    self.state.end()
+                    self.state.end(f"the server cannot be prepared: {error}")
                     raise
             return message
 
@@ -189,11 +218,12 @@ async def _prepare(state: State, engine: Any) -> None:
     state.engine = engine
     for number, each in enumerate(state.engines):
         first = number * state.num_workers
+        of_run = state.weights_roots is not None
         for problem in await state.ask_workers_of(
-            each, "prime_rl_remember", state.model_dir, first
+            each, "prime_rl_remember", state.model_dir, first, of_run
         ):
             if problem is not None:
-                raise RequestError(f"cannot check weight updates: {problem}")
+                raise RequestError(f"the model cannot be given new weights: {problem}")
 
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
@@ -202,21 +232,36 @@ async def _prepare(state: State, engine: Any) -> None:
             _add_adapter(state, each)
     if state.prefill:
         hand_over_prompts(state)
-        state.watching = asyncio.create_task(end_with_prefill(state))
+    state.watching = asyncio.create_task(_end_with_an_engine(state))
     REGISTRY.register(Metrics(state))
     state.reporting = asyncio.create_task(report_forever(state))
 
 
 def _watch_the_end(state: State, engine: Any) -> None:
-    """Record whether the engine was dead before its shutdown, which always sets ``errored``."""
+    """Record whether the engine was dead before its shutdown, which always sets ``errored``; after
+    it, end the requests in flight."""
     inner = engine.shutdown
+    loop = asyncio.get_running_loop()
 
     def shutdown(*args: Any, **kwargs: Any) -> None:
         state.died = state.died if state.ending else bool(engine.errored)
         state.ending = True
         inner(*args, **kwargs)
+        loop.call_soon_threadsafe(state.release)  # vLLM may call this on another thread
 
     engine.shutdown = shutdown
+
+
+async def _end_with_an_engine(state: State) -> None:
+    """End the server when an engine has died: the run starts it again, with all engines. vLLM does
+    so for the engine that samples alone, and waits for what is in flight, such as an update."""
+    while not any(engine.errored for engine in state.engines):
+        await asyncio.sleep(POLL_SECONDS)
+
+    if not state.ending:  # an engine that is shut down counts as dead too
+        dead = "the engine" if state.engine.errored else "a prefill engine"
+        log.error("%s has died, so the server ends; the reason is above", dead)
+        state.end(f"{dead} died; its log has the reason")
 
 
 def _add_adapter(state: State, engine: Any) -> None:
@@ -227,6 +272,12 @@ def _add_adapter(state: State, engine: Any) -> None:
         return inner(*args, **(kwargs | {"lora_request": state.adapter}))
 
     engine.generate = generate
+
+
+def _gone() -> RequestError:
+    return RequestError(
+        "the engine has ended, and its server ends with it: send the request again", 503
+    )
 
 
 def _is_route(scope: Message) -> bool:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from prime_rl.rundir.machine import free_ports
 from prime_rl_vllm.arguments import num_gpus
 from prime_rl_vllm.state import State
 
@@ -29,7 +27,6 @@ LEASE_SECONDS = 3600
 """For which a prefill engine keeps KV that has not been taken over. Then vLLM frees it and does not
 tell the other engine, which would read the KV of another prompt. The lease is renewed while that
 engine makes steps, so it has to be longer than any pause."""
-POLL_SECONDS = 0.5
 HOLD_SECONDS = 0.005
 
 
@@ -37,6 +34,7 @@ def engine_settings(settings: Mapping[str, Any], number: int, on_gpu: bool) -> d
     """vLLM's arguments of one engine of the server: 0 samples, the others compute prompts."""
     transfer = {
         "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "prime_rl_vllm.nixl",
         "kv_role": "kv_producer" if number else "kv_consumer",
         # Of KV that cannot be taken over, the engine that samples computes the prompt itself.
         "kv_load_failure_policy": "recompute",
@@ -53,29 +51,20 @@ def engine_settings(settings: Mapping[str, Any], number: int, on_gpu: bool) -> d
 
 
 def start_engines(namespaces: Sequence[argparse.Namespace]) -> list[Any]:
-    """vLLM's ``AsyncLLM`` for each command line. One after the other, because each reads its port
-    from the environment. Leaves the port of the engine that samples there."""
+    """vLLM's ``AsyncLLM`` for each command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engines: list[Any] = []
     try:
         for namespace in namespaces:
-            _choose_port()
             config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
             engines.append(AsyncLLM.from_vllm_config(config, disable_log_stats=True))
     except BaseException:
         end_engines(engines)
         raise
 
-    _choose_port()
     return engines
-
-
-def _choose_port() -> None:
-    """For the engine that starts next. Just before, because one whose port is taken while others
-    load waits for ever."""
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])
 
 
 def end_engines(engines: Sequence[Any]) -> None:
@@ -143,11 +132,10 @@ def hand_over_prompts(state: State) -> None:
 
 async def _release(state: State, prefill: asyncio.Task[dict[str, Any] | None]) -> None:
     """Have the prefill engine free the KV of a prompt that is not needed any more."""
-    where = await prefill
-    if where is None:
-        return
-
     try:
+        where = await prefill
+        if where is None:
+            return
         await state.engine.notify_kv_transfer_request_rejected(f"left-{uuid.uuid4().hex}", where)
     except Exception as error:  # the engine has died, and the server ends
         log.warning("KV of a prompt was not released: %s: %s", type(error).__name__, error)
@@ -233,12 +221,3 @@ async def hold_prefill(state: State, engine: Any) -> None:
     pausing.add_done_callback(state.pending.discard)
     while not await engine.is_paused():
         await asyncio.sleep(HOLD_SECONDS)
-
-
-async def end_with_prefill(state: State) -> None:
-    """End the server when a prefill engine has died. The run starts it again, with all engines."""
-    while not any(engine.errored for engine in state.prefill):
-        await asyncio.sleep(POLL_SECONDS)
-
-    log.error("a prefill engine has died, so the server ends; the reason is above")
-    state.end()

@@ -48,6 +48,9 @@ def plan(body: GenerateBody, limits: Limits) -> SamplingPlan:
         if value is not None:
             params[key] = value
 
+    if fields.top_k is not None:
+        # One that cuts nothing may be any number, and vLLM sends 64 bits to its engine.
+        params["top_k"] = min(fields.top_k, limits.vocab_size)
     room = max(limits.max_model_len - len(body.token_ids), 1)
     max_tokens = min(given(fields.max_tokens, room), room)
     params["max_tokens"] = max(max_tokens, 1)  # vLLM refuses 0

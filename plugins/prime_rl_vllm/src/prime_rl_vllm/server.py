@@ -155,7 +155,8 @@ def _run(namespace: argparse.Namespace, state: State) -> int:
     log.info("vLLM %s serves %s", vllm.__version__, state.model_name)
     uvloop.run(run_server(namespace))
     if state.died:
-        state.status.report("the engine died; its log has the reason")
+        state.status.report(state.reason)
+        log.error("%s", state.reason)  # once more: a run that ends shows the last lines of its log
         return 1
 
     state.status.report("stopped")

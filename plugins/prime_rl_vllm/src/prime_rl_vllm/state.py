@@ -37,8 +37,12 @@ class State:
     adapter: Any = None
     """vLLM's ``LoRARequest`` of the adapter that every request gets; None: the base alone."""
     ending: bool = False
+    ended: bool = False
+    """Whether the engine is shut down: what waits for it gets no answer any more."""
     died: bool = False
     """Whether the engine ended before it was shut down."""
+    reason: str = "the engine died; its log has the reason"
+    """Why the server ends, if ``died``."""
     paused: bool = False
     asleep: bool = False
     pauses: int = 0
@@ -49,6 +53,8 @@ class State:
     weight_updates: int = 0
     weight_update_seconds: float = 0.0
     """Duration of the last update, from request to answer."""
+    serving: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Requests in flight, on all routes."""
     reporting: asyncio.Task[None] | None = None
     watching: asyncio.Task[None] | None = None
     pending: set[asyncio.Task[None]] = field(default_factory=set)
@@ -117,11 +123,19 @@ class State:
         weights computed, including requests that arrive during an update."""
         return f"{self.pauses}:{client or ''}"
 
-    def end(self) -> None:
+    def end(self, reason: str) -> None:
         """End the server as one whose engine has died: the run starts it again."""
+        self.reason = reason
         self.died = True
         self.ending = True
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def release(self) -> None:
+        """The engine is shut down: end the requests that wait for it. vLLM's server ends when all
+        have been answered, and would wait until their clients have left."""
+        self.ended = True
+        for task in self.serving:
+            task.cancel()
 
 
 current: State | None = None

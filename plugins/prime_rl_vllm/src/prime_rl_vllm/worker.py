@@ -47,9 +47,10 @@ class WeightExtension:
         within = parallel.data_parallel_index * parallel.world_size + self.rank
         return int(self._prime_rl_first + within)
 
-    def prime_rl_remember(self, base_dir: str, first: int) -> str | None:
+    def prime_rl_remember(self: Any, base_dir: str, first: int, of_run: bool) -> str | None:
         """Read the model's tensor names and shapes. ``first``: the number of the engine's first
-        worker. Returns a fault of the folder, or None."""
+        worker. ``of_run``: new weights will come, so a model that cannot load them is refused now.
+        Returns the reason, or a fault of the folder, or None."""
         self._prime_rl_first = first
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
@@ -57,7 +58,7 @@ class WeightExtension:
             self._prime_rl_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         except WeightsError as error:
             return str(error)
-        return None
+        return unloadable(self.model_runner.get_model()) if of_run else None
 
     def prime_rl_stage(self: Any, weight_dir: str) -> None:
         """Begin to read and check a folder, in a thread: this one goes on with requests."""

@@ -62,6 +62,10 @@ MOST_MARGIN = 1.0
 """Standard deviations at the start of a run, and at most; at least, it is minus that: the mean may
 be too long for the price."""
 
+QUIET = 1 / 64
+"""Share of the seconds without a new version after which groups that age are looked at again: after
+16 steps that is less often than each quarter of one, and an hour takes some hundred looks."""
+
 TOLERANCE = 1e-9
 
 
@@ -96,6 +100,7 @@ class Leads:
         """Seconds after which ``measure`` has something new to say. None: nothing is measured."""
         self._demands: dict[str, Demand] = {}
         self._step_seconds = 0.0
+        self._served_at = 0.0
         self._measured: tuple[int, float] | None = None
         self._chosen: deque[tuple[str, int]] = deque()
         """Env and size of the groups that were chosen last."""
@@ -127,6 +132,7 @@ class Leads:
         """The engines sample from ``version``."""
         pace = self.pace
         pace.version_served(version, now)
+        self._served_at = now
 
         training = pace.training
         if self._max_lead < 2 or not pace.last_seconds or not training:
@@ -202,10 +208,11 @@ class Leads:
 
         seconds = float(intervals[0].mean())
         # Groups in flight age meanwhile, so there is news before the next version.
-        self.look_again = max(seconds / 4, 1e-3)
+        quarter = max(seconds / 4, 1e-3)
+        self.look_again = max(quarter, QUIET * (now - self._served_at))
         if self._measured is not None:
             before, at = self._measured
-            if version == before and now - at < self.look_again - TOLERANCE:
+            if version == before and now - at < quarter - TOLERANCE:
                 return False
 
         self._measured = version, now

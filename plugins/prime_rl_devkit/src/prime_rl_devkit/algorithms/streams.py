@@ -14,7 +14,7 @@ from prime_rl.registry.components import installed_losses
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import components, members, stream, stream_names
 from prime_rl_devkit.algorithms.subject import MIXED, Subject, different, streams
-from prime_rl_devkit.verdicts import Broken, NotApplicable
+from prime_rl_devkit.verdicts import Broken, NotApplicable, raised
 
 
 def streams_align(subject: Subject) -> None:
@@ -94,7 +94,7 @@ def _survives(subject: Subject, rewards: tuple[float, ...]) -> list[Rollout]:
     try:
         group = subject.scored(rewards)
     except Exception as error:
-        raise Broken(f"rewards {list(rewards)}: {type(error).__name__}: {error}") from error
+        raise Broken(f"rewards {list(rewards)}: {raised(error)}") from error
     check_streams(group, rewards)
     return [subject.stamp(rollout) for rollout in group]
 

@@ -13,7 +13,7 @@ from prime_rl.testing.scoring import MakeGroup
 from prime_rl_devkit.algorithms import behavior, memory, streams
 from prime_rl_devkit.algorithms.gradient import gradient
 from prime_rl_devkit.algorithms.subject import MIXED, Subject
-from prime_rl_devkit.verdicts import run, run_all
+from prime_rl_devkit.verdicts import raised, run, run_all
 
 
 def short_run(*arguments: Any, **options: Any) -> Any:
@@ -78,5 +78,5 @@ def run_check(subject: Subject, name: str) -> Outcome:
         CHECKS[name],
         subject,
         name=name,
-        unexpected=lambda error: f"scoring raised {type(error).__name__}: {error}",
+        unexpected=lambda error: f"scoring raised {raised(error)}",
     )

@@ -43,6 +43,7 @@ def bad_requests(engine: EngineSubject) -> None:
         ("another model", {"model": "nobody"}, (404,), "nobody"),
         ("temperature -1", {"sampling_params": sampling | {"temperature": -1.0}}, (400,), "temp"),
         ("top_p 1.5", {"sampling_params": sampling | {"top_p": 1.5}}, (400,), "top_p"),
+        ("a seed of 2^64", {"sampling_params": sampling | {"seed": 2**64}}, (400, 422), "seed"),
         ("max_tokens -1", {"sampling_params": sampling | {"max_tokens": -1}}, (400,), "max_tokens"),
     ]
     for what, change, statuses, word in wrong:

@@ -48,15 +48,17 @@ CAUSES = {
     "entropy": "#7f5f2b",
     "other": "#7f7f7f",
 }
+LEGEND = (
+    "cosine, scale, bias: of a step of one group, whose divisor varies with its replies. many: the "
+    "bias in a step of many groups. noise: the variance relative to RLOO's. lag: versions between "
+    "the policy that samples and the one that trains. G: rollouts of a group."
+)
 CLIPS = ("is_masked", "clip_frac")
 """How losses name the shares of tokens that they clip or drop."""
 
 
 def print_proof(proof: Proof) -> None:
-    """The verdict, then a table of all estimates and what each clip removes.
-
-    ``bias`` is the residual in a step of one group, ``many`` in one of many groups; ``noise`` is
-    relative to RLOO's."""
+    """The verdict, then a table of all estimates, its legend, and what each clip removes."""
     console = Console()
     console.print(
         Text.assemble(
@@ -70,6 +72,7 @@ def print_proof(proof: Proof) -> None:
         console.print(Padding(Text(line, COLORS.get(code, "bold red")), (0, 2)))
 
     console.print(_table(proof))
+    console.print(Padding(Text(LEGEND, "dim"), (0, 2)))
     for said in clips(proof):
         console.print(Padding(Text(said, "dim"), (0, 2)))
 

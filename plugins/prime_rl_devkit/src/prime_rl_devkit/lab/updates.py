@@ -38,6 +38,7 @@ from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_devkit.lab.host import reference_logits
 from prime_rl_devkit.lab.problem import OTHER_ENV, Floats, Ints, Question, log_softmax
+from prime_rl_devkit.verdicts import raised
 
 PER_ROW = 64
 """Groups of one row: enough to share the cost of a row, and few enough for small masks."""
@@ -137,10 +138,11 @@ def score_groups(
                     stamp(rollout, algorithm.action_loss)
             except (PrimeRLError, ArithmeticError, ValueError, LookupError, TypeError) as error:
                 rewards = [round(rollout.reward, 3) for rollout in group]
-                does = "refuses" if isinstance(error, ConfigError) else "fails on"
-                raise Refused(
-                    f"{does} a group with rewards {rewards}: {type(error).__name__}: {error}"
-                ) from error
+                if isinstance(error, ConfigError):
+                    said = f"refuses a group with rewards {rewards}: ConfigError: {error}"
+                else:
+                    said = f"fails on a group with rewards {rewards}: {raised(error)}"
+                raise Refused(said) from error
 
             scored.append(group)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import Settings
-from prime_rl_app.config import unique_keys
+from prime_rl.rundir.rows import unique_keys
 
 
 def _json_object(text: object) -> object:

@@ -206,11 +206,12 @@ def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point
         try:
             while process.poll() is None:
                 used = cpu_seconds(process.pid)
-                points += _new_points(run_dir, num_envs, known=points, used=used)
-                spent = Point(0, 0.0, tokens=_tokens(run_dir), cpu_seconds=used)
-                if not stopping and not budget.allows(spent):
-                    stopping = True
-                    process.send_signal(signal.SIGINT)  # saves and stops
+                with suppress(RunError):  # a file that cannot be read now: the next look reads it
+                    points += _new_points(run_dir, num_envs, known=points, used=used)
+                    spent = Point(0, 0.0, tokens=_tokens(run_dir), cpu_seconds=used)
+                    if not stopping and not budget.allows(spent):
+                        stopping = True
+                        process.send_signal(signal.SIGINT)  # saves and stops
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:  # the user stopped the race

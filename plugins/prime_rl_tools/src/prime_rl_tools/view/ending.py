@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,12 @@ COLLAPSED = 0.25
 MAX_ERRORS = 3
 """Logged errors that the summary shows."""
 
+ROLLOUT_FAILED = r"\S+ \S+ WARNING prime_rl\S*: .*: rollout failed and will not train: (.+)"
+"""A line of the orchestrator's log; the group is the reason."""
+
+LONGEST_REASON = 300
+"""Characters of a reason that the summary shows."""
+
 
 def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Print rewards and sample rollouts before and after training, and the paths of the results.
@@ -44,6 +51,10 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         if shares:
             text = f"of rollouts {outcomes_text(shares)}   mean of all steps"
             console.print(Text(f"{'':16}{text}", outcomes_style(shares)), soft_wrap=True)
+
+        failure = most_frequent_failure(run_dir)
+        if failure:
+            console.print(Text(f"{'':16}{failure}", "red"), soft_wrap=True)
 
         if sampled["first"] > 0 and sampled["last"] < COLLAPSED * sampled["first"]:
             console.print(
@@ -100,6 +111,30 @@ def logged_errors(run_dir: Path) -> list[str]:
     return [*errors.values()]
 
 
+def most_frequent_failure(run_dir: Path) -> str:
+    """Why rollouts failed most often, as the orchestrator of the last attempt logged it: a reward
+    that raises, a time-out. Empty if none failed."""
+    path = run_dir / "logs" / "latest" / "orchestrator.log"
+    if not path.exists():
+        return ""
+
+    failures: dict[str, list[str]] = {}
+    with path.open(errors="replace", encoding="utf-8") as file:
+        for line in file:
+            failed = re.fullmatch(ROLLOUT_FAILED, line.rstrip("\n"))
+            if failed:
+                # Rows and replies differ; the first words are those of the failure's sort.
+                sort = " ".join(re.sub(r"\d+", "0", failed[1]).split()[:10])
+                failures.setdefault(sort, []).append(failed[1])
+
+    if not failures:
+        return ""
+    most = max(failures.values(), key=len)
+    total = sum(map(len, failures.values()))
+    reason = most[0] if len(most[0]) <= LONGEST_REASON else f"{most[0][:LONGEST_REASON]} ..."
+    return f"{len(most)} of {counted(total, 'failure')}: {reason}"
+
+
 def print_findings(console: Console, run_dir: Path, found: Sequence[Verdict]) -> None:
     """Print what the doctor says of the run; nothing without findings."""
     for number, verdict in enumerate(found):
@@ -113,12 +148,16 @@ def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
     run = shlex.quote(str(run_dir))
     _print_line(console, f"Look at it      prime-rl report {run}")
     _print_line(console, f"Serve it        prime-rl serve {run} --port 8000")
-    if (run_dir / "evals.jsonl").exists():
+    is_from_script = rewards_are_of_a_script(run_dir)
+    if (run_dir / "evals.jsonl").exists() and not is_from_script:
         _print_line(
             console, f"Evaluate it     prime-rl eval {run} --base-url http://127.0.0.1:8000/v1"
         )
 
-    if whole_steps(run_dir):
+    if whole_steps(run_dir) and is_from_script:
+        more = f"resume='latest', max_steps={2 * max_steps}"
+        _print_line(console, f"Train on        prime_rl.train(..., {more})")
+    elif whole_steps(run_dir):
         file, name = (
             shlex.quote(str(each)) for each in (run_dir / "configs" / "run.json", run_dir.name)
         )
@@ -141,9 +180,22 @@ def print_stop(
 
     steps = whole_steps(run_dir)
     if steps and steps[-1] < max_steps:
-        _print_line(console, f"Resume with     {command} --resume")
+        by_script = "prime_rl.train(..., resume='latest')"
+        again = by_script if rewards_are_of_a_script(run_dir) else f"{command} --resume"
+        _print_line(console, f"Resume with     {again}")
     elif saved and not steps:
         _print_line(console, "No checkpoint to resume from was written (ckpt.enabled = false)")
+
+
+def rewards_are_of_a_script(run_dir: Path) -> bool:
+    """Whether rewards are functions of a script or a notebook: no command can bring them again,
+    because the key that they were sealed with has ended with it."""
+    try:
+        orchestrator = json.loads((run_dir / "configs" / "run.json").read_bytes())["orchestrator"]
+        envs = [*orchestrator["train"]["env"], *orchestrator["eval"]["env"]]
+        return any("functions" in env["args"] for env in envs)
+    except (OSError, ValueError, LookupError, TypeError):  # a summary is printed all the same
+        return False
 
 
 def _print_line(console: Console, text: str) -> None:

@@ -25,7 +25,7 @@ from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
 from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.rows import Tail, metrics_of, parse_row
-from prime_rl.rundir.status import DONE, ENGINES
+from prime_rl.rundir.status import DONE, ENGINES, names_seen
 from prime_rl_app.run_states import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
@@ -256,9 +256,11 @@ class TerminalView(RunView):
         """See ``RunView.reports``: in the order in which processes start. Several engines, or
         remote ones, add the line ``engines``; environments that run in workers, ``env_workers``."""
         folder = self.run_dir / "status"
-        others = (path.stem for path in folder.glob("inference_*.json"))
-        more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
-        together = more or not (folder / "inference.json").exists()
+        files = names_seen(folder)
+        others = (file.removesuffix(".json") for file in files if file.startswith("inference_"))
+        numbered = (name for name in others if name.rpartition("_")[2].isdecimal())
+        more = sorted(numbered, key=lambda name: int(name.rpartition("_")[2]))
+        together = more or "inference.json" not in files
         engines = [*([ENGINES] if together else []), "inference", *more]
         for name in ("model", *engines, "trainer", "orchestrator", "env_workers"):
             report = read_status(folder / f"{name}.json")

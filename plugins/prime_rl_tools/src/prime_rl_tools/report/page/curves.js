@@ -27,7 +27,7 @@ function byEnv(pattern, alone = "") {
 
 // What the trainer's seconds are spent on, and for how long new weights kept the engines from sampling.
 function secondsOfAStep() {
-  const paused = named(/^time\/(engines_paused)$/).map((each) => ({ ...each, label: "engines paused" }));
+  const paused = named(/^time\/(engines_paused)$/).map((each) => ({ ...each, label: "paused" }));
   return [...named(/^pace\/(training|held|starved)$/), ...paused];
 }
 
