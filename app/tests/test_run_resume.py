@@ -23,6 +23,7 @@ from prime_rl_app.cli.run import split_resume
 from prime_rl_app.config import build_config
 from prime_rl_app.resolve import Resolved
 from prime_rl_app.resume import ResumePlan, begin, config_drift, newest, rewind, version_drift
+from prime_rl_app.run_states import find_run
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:
@@ -280,6 +281,21 @@ def test_a_run_that_another_process_ran_meanwhile_is_not_resumed_from_an_older_c
     assert whole_steps(run_dir) == [4, 6]
     with begin(asked, plan(asked, "latest")) as (_, found):
         assert found is not None and found.step == 6
+
+
+def test_a_resume_that_fails_before_it_has_written_its_config_leaves_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    checkpoint(run_dir := make_run_dir(asked), 4, asked)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prime_rl_app.resume.rewind", fail)
+    with pytest.raises(ConfigError, match="cannot make"), begin(asked, plan(asked, "latest")):
+        pass
+    assert find_run("mine", tmp_path) == run_dir
 
 
 def test_later_checkpoints_find_a_name_beside_what_is_left_of_earlier_ones(tmp_path: Path) -> None:

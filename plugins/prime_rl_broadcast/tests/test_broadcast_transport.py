@@ -152,5 +152,5 @@ def test_a_member_whose_folder_is_removed_waits_no_longer(
         shutil.rmtree(folder)
 
     monkeypatch.setattr(group_module.time, "sleep", pause)
-    with pytest.raises(WeightsError, match="No such file or directory"):
+    with pytest.raises(WeightsError, match="is gone: another attempt has begun"):
         group.wait_for_all("gloo")

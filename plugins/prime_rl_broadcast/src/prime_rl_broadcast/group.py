@@ -62,8 +62,9 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         return _claim(directory / MEETING, msgspec.json.encode(self))
 
     def abort(self, reason: str) -> None:
-        """Release the members that wait for others."""
-        replace_text(Path(self.directory) / _END, reason or "no reason was given")
+        """Release the members that wait for others. Also in a process whose attempt has been
+        replaced: the folder is of this broadcast alone. Raises ``WeightsError``."""
+        _claim(Path(self.directory) / _END, (reason or "no reason was given").encode())
 
     def wait_for_all(self, protocol: str) -> None:
         """Report this member as ready, and wait for the others. Raises ``WeightsError`` if one is
@@ -72,10 +73,8 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names := _names(folder)):
-                if _END in names:
-                    reason = (folder / _END).read_text("utf-8")
-                    raise WeightsError(f"the broadcast was aborted: {reason}")
+            while missing := self._missing(names_seen(folder)):
+                self.check_open()
                 if time.monotonic() > deadline:
                     raise WeightsError(
                         f"{folder}: rank {', '.join(map(str, missing))} of {self.world_size} is "
@@ -93,6 +92,20 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error
 
+    def check_open(self) -> None:
+        """Raise ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
+        folder = Path(self.directory)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{folder} is gone: another attempt has begun") from error
+        except OSError:  # a shared disk may refuse one look
+            return
+
+        if _END in names:
+            reason = (folder / _END).read_text("utf-8")
+            raise WeightsError(f"the broadcast was aborted: {reason}")
+
     def _missing(self, names: Collection[str]) -> list[int]:
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]
 
@@ -104,20 +117,6 @@ def backends(on_gpu: bool) -> list[Backend]:
         names.append("nccl")
     if sys.platform == "linux":
         names.append("ipc")
-    return names
-
-
-def _names(folder: Path) -> list[str]:
-    """None while a shared disk refuses to say. Raises ``FileNotFoundError`` if the folder was
-    removed: the run goes back, and nobody else will come."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        poll_failed(folder, error)
-        return []
-    poll_succeeded(folder)
     return names
 
 
