@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -73,8 +74,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names_seen(folder)):
-                self.check_open()
+            while missing := self._missing(self.check_open()):
                 if time.monotonic() > deadline:
                     raise WeightsError(
                         f"{folder}: rank {', '.join(map(str, missing))} of {self.world_size} is "
@@ -92,19 +92,25 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error
 
-    def check_open(self) -> None:
-        """Raise ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
+    def check_open(self) -> list[str]:
+        """The names in the folder; none while a shared disk refuses to say. Raises
+        ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
         folder = Path(self.directory)
         try:
             names = os.listdir(folder)
         except FileNotFoundError as error:
             raise WeightsError(f"{folder} is gone: another attempt has begun") from error
-        except OSError:  # a shared disk may refuse one look
-            return
+        except OSError as error:
+            poll_failed(folder, error)
+            return []
+        poll_succeeded(folder)
 
         if _END in names:
-            reason = (folder / _END).read_text("utf-8")
+            reason = "its reason cannot be read"
+            with suppress(OSError):
+                reason = (folder / _END).read_text("utf-8")
             raise WeightsError(f"the broadcast was aborted: {reason}")
+        return names
 
     def _missing(self, names: Collection[str]) -> list[int]:
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]
