@@ -44,7 +44,8 @@ prime-rl plugins prove NAME [--set KEY=VALUE] [--group-size 2,4] [--loss NAME]
 ```
 
 The command also proves longer replies, groups with a failed member, and a policy that is ahead of
-the one that sampled. It takes about 40 seconds of CPU time; with `--group-size 2`, a few seconds.
+the one that sampled. It takes about 40 seconds of CPU time, and longer to find the cause of a bias;
+with `--group-size 2`, a few seconds.
 `--set` takes the algorithm's settings, and those of `trainer.loss`, `trainer.losses.NAME` and
 `trainer.heads.NAME`. A plugin's own tests use `prime_rl.testing.prove`:
 

@@ -192,6 +192,8 @@ class ProofSubject:
 
         self.divisor = self.losses["own"][self.component]
         self.asked: dict[str, Asked] = {}
+        self.zeros: dict[tuple[object, ...], Asked] = {}
+        """The questions with all rewards at 0, by what else they have."""
         self.linear: dict[tuple[object, ...], Linearity | None] = {}
         self.causes: dict[str, None] = {}
         """Causes of bias that the problems have shown so far."""
@@ -273,8 +275,12 @@ class ProofSubject:
             return []
         zeros = []
         for question in problem.questions:
-            nothing = question.rewarded("0", 0.0, np.zeros(len(question.replies)))
-            zeros.append(Asked(self, nothing))
+            # Questions that differ in their rewards only are one here.
+            key = (question.logits.tobytes(), *(reply.tokens for reply in question.replies))
+            if key not in self.zeros:
+                nothing = question.rewarded("0", 0.0, np.zeros(len(question.replies)))
+                self.zeros[key] = Asked(self, nothing)
+            zeros.append(self.zeros[key])
         try:
             few = [each.part(min(size, 2), 0.0, lag=0, kind="own") for each in zeros]
             left = [part.many for part in few] + [
