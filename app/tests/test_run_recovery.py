@@ -90,6 +90,16 @@ def test_a_disk_that_refuses_to_show_checkpoints_keeps_no_run_from_going_on(run,
     assert "starting again from the start" in run.said[0]
 
 
+def test_a_disk_that_refuses_the_line_of_a_restart_does_not_hide_the_cause(run, monkeypatch):
+    run.recovery.allow(failure("first"), 1)
+    disk = SharedDisk(monkeypatch, run.dir / LOG)
+    with disk.refusing(), pytest.raises(ProcessFailed) as raised:
+        run.recovery.allow(failure("second"), 1)
+    assert raised.value.cause == "second"
+    causes = [json.loads(line)["cause"] for line in (run.dir / LOG).read_text().splitlines()]
+    assert causes == ["first"]
+
+
 def test_a_restart_that_a_full_disk_took_in_part_tears_no_later_line(run):
     run.recovery.allow(failure("first"), 1)
     path = run.dir / LOG

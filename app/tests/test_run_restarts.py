@@ -219,6 +219,29 @@ def test_pauses_grow_and_a_newer_version_gives_all_restarts_back(run):
     assert printed[-1].endswith("(1 of 2 times)")
 
 
+def test_a_frozen_engine_that_outlives_newer_versions_gets_all_restarts_back(run):
+    """It serves none, and rollouts of the version before may train without it."""
+    restarts, processes, printed, status = run
+    processes.append(begin(restarts, Task("inference_2", "inference", 2), command("i")))
+    version = 3
+    for versions, count in ((0, 1), (1, 2), (2, 1), (5, 1), (1, 2)):
+        restart(restarts, processes)  # it is seen to run
+        for _ in range(versions):
+            version += 1
+            report(status, inference=serving(version), inference_1=serving(version))
+            restart(restarts, processes)
+        processes[-1].code = 1
+        restart(restarts, processes)
+        assert printed[-1].endswith(f"starting it again ({count} of 2 times)")
+    report(status, inference=serving(3), inference_1=serving(3))  # the run went back
+    restart(restarts, processes)
+    report(status, inference=serving(5), inference_1=serving(5))
+    restart(restarts, processes)
+    processes[-1].code = 1
+    restart(restarts, processes)
+    assert printed[-1].endswith("starting it again (1 of 2 times)")
+
+
 def test_only_engines_are_restarted(run):
     restarts, processes, printed, _ = run
     processes[2].code = 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import SharedDisk
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
@@ -21,7 +22,8 @@ from prime_rl_app.cli.app import app
 from prime_rl_app.cli.run import split_resume
 from prime_rl_app.config import build_config
 from prime_rl_app.resolve import Resolved
-from prime_rl_app.resume import ResumePlan, begin, config_drift, rewind, version_drift
+from prime_rl_app.resume import ResumePlan, begin, config_drift, newest, rewind, version_drift
+from prime_rl_app.run_states import find_run
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:
@@ -128,6 +130,70 @@ def test_every_damage_of_a_checkpoint_or_of_the_run_ends_in_one_line_that_names_
             path.write_bytes(before)
 
 
+def test_a_checkpoint_that_the_disk_refuses_to_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that took it for damaged would go back to step 2, and abandon it."""
+    asked = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(asked)
+    for step in (2, 4):
+        checkpoint(run_dir, step, asked)
+    for refused in ("", "step_4", "step_4/weights", "step_4/orchestrator/progress.json"):
+        with monkeypatch.context() as patches:
+            disk = SharedDisk(patches, run_dir / "checkpoints" / refused)
+            with disk.refusing() as answer:
+                patches.setattr("time.sleep", lambda seconds, answer=answer: answer())
+                found, damaged = newest(run_dir)
+        assert disk.refused and damaged == []
+        assert found is not None and found.step == 4
+
+
+def test_a_checkpoint_that_the_disk_never_reads_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(asked)
+    for step in (2, 4):
+        checkpoint(run_dir, step, asked)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    disk = SharedDisk(monkeypatch, finished(run_dir, 4).weights)
+    with disk.refusing():
+        found, (damage,) = newest(run_dir)
+    assert found is not None and found.step == 2
+    assert "step_4/STABLE cannot be checked: [Errno 116] Stale file handle" in damage
+    assert pauses == [1.0, 5.0, 25.0]
+
+
+def test_a_run_that_cannot_be_read_is_an_error_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    checkpoint(run_dir := make_run_dir(asked), 4, asked)
+    chosen = plan(asked, "latest")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    disk = SharedDisk(monkeypatch, run_dir / "checkpoints")
+    folder = str(finished(run_dir, 4).directory)
+    with disk.refusing():
+        for what in ("latest", "auto", "4", folder):
+            with pytest.raises(ConfigError, match=r"cannot be read: .*mine/checkpoints"):
+                plan(asked, what)
+        with pytest.raises(ConfigError, match="mine/checkpoints"), begin(asked, chosen):
+            pass
+
+
+def test_runs_before_the_one_that_continues_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be of other users."""
+    asked = config(tmp_path)
+    first, second = make_run_dir(asked), make_run_dir(asked)
+    checkpoint(second, 4, asked)
+    disk = SharedDisk(monkeypatch, first / "checkpoints")
+    with disk.refusing():
+        assert plan(asked, "latest").run_dir == second
+
+
 def test_without_a_name_the_newest_run_that_has_one_is_taken(tmp_path: Path) -> None:
     asked = config(tmp_path)
     runs = [make_run_dir(asked) for _ in range(11)]
@@ -215,6 +281,21 @@ def test_a_run_that_another_process_ran_meanwhile_is_not_resumed_from_an_older_c
     assert whole_steps(run_dir) == [4, 6]
     with begin(asked, plan(asked, "latest")) as (_, found):
         assert found is not None and found.step == 6
+
+
+def test_a_resume_that_fails_before_it_has_written_its_config_leaves_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    checkpoint(run_dir := make_run_dir(asked), 4, asked)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prime_rl_app.resume.rewind", fail)
+    with pytest.raises(ConfigError, match="cannot make"), begin(asked, plan(asked, "latest")):
+        pass
+    assert find_run("mine", tmp_path) == run_dir
 
 
 def test_later_checkpoints_find_a_name_beside_what_is_left_of_earlier_ones(tmp_path: Path) -> None:

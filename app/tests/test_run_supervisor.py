@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from prime_rl.rundir.checkpoints import CHECKSUMS, finished
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import DONE, Status
-from prime_rl_app import supervisor
+from prime_rl_app import children, supervisor
 from prime_rl_app.supervisor import _watch
 
 FOREVER = "import time; time.sleep(600)"
@@ -328,6 +329,29 @@ def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_pat
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
         supervisor.run(resolved, view)
     assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]
+
+
+def test_a_disk_that_lets_no_run_start_again_does_not_hide_the_failure(
+    monkeypatch, tmp_path, spawn
+):
+    def starting(attempts, checkpoint):
+        attempts.processes.append(spawn("raise SystemExit(3)", "trainer"))
+        attempts.processes.append(spawn(FOREVER, "orchestrator"))
+
+    new_attempt(tmp_path)
+    disk = SharedDisk(monkeypatch, tmp_path / "logs")
+    launcher = SimpleNamespace(end=children.end, close=lambda: None, is_remote=False)
+    monkeypatch.setattr(supervisor.Attempts, "start", starting)
+    monkeypatch.setattr(
+        supervisor.Recovery, "allow", lambda *of: refusing.enter_context(disk.refusing())
+    )
+    resolved = resolved_with(RunConfig(model={"name": "m"}, max_steps=1), launcher=launcher)
+    view = SimpleNamespace(print=print, run_dir=tmp_path, refresh=lambda: None)
+    with ExitStack() as refusing, pytest.raises(RunError) as caught:
+        supervisor.run(resolved, view)
+    said = str(caught.value)
+    assert said.startswith("trainer exited with code 3.")
+    assert "The run cannot start again: [Errno 116] Stale file handle: " in said
 
 
 def test_a_killed_guard_is_replaced(tmp_path, view):

@@ -44,7 +44,8 @@ prime-rl plugins prove NAME [--set KEY=VALUE] [--group-size 2,4] [--loss NAME]
 ```
 
 The command also proves longer replies, groups with a failed member, and a policy that is ahead of
-the one that sampled. It takes about 40 seconds of CPU time; with `--group-size 2`, a few seconds.
+the one that sampled. It takes about 40 seconds of CPU time, and longer to find the cause of a bias;
+with `--group-size 2`, a few seconds.
 `--set` takes the algorithm's settings, and those of `trainer.loss`, `trainer.losses.NAME` and
 `trainer.heads.NAME`. A plugin's own tests use `prime_rl.testing.prove`:
 
@@ -76,18 +77,23 @@ What the verdict says, the worst first:
 - **Fresh samples.** How much of the update is bias, and why. Credit that is linear in the rewards
   is never said to divide by a standard deviation: the lab asks again with other rewards, and
   compares the updates. Causes are the difficulty of questions, the size of rewards, their turns,
-  the length of replies, replies that were cut off, the place of tokens in the reply, how likely
-  they were, the other groups or envs of a batch, and members that failed. Credit that belongs to
-  another member of the group is a cause where the order of the group changes the update. Groups
-  with failed members are judged by how many are left, so that whole groups hide nothing.
+  the length of replies, replies that were cut off, the place of tokens in the reply, which tokens
+  they are, how likely they were, the part of the credit that does not depend on the rewards (a
+  bonus, or a penalty of the wrong size), the other groups or envs of a batch, and members that
+  failed. Credit that belongs to another member of the group is a cause where the order of the group
+  changes the update. Groups with failed members are judged by how many are left, so that whole
+  groups hide nothing.
 - **Stale samples.** For each `--staleness`, the loss is compared with the same credit under the
   exact ratio, the product of the ratios of a reply's tokens. The verdict names a loss without a
-  ratio, or without one for credit of one sign, with the ratio upside down or of a neighbor, with
-  a clip on the wrong side, one that drops or discounts stale tokens even where the policy has
-  hardly moved, turns their sign, or moves by more than the ratio. A ratio of each token, a trust
-  region and a cap are approximations: the verdict says how much bias they leave, and on which side
-  a trust region ends if it is one only. A version of the lab moves the
-  policy further than one of a run.
+  ratio, or without one for credit of one sign or for some tokens, with the ratio upside down or of
+  a neighbor, with a mean that counts the prompt's tokens, with a clip on the wrong side, one that
+  drops or discounts stale tokens even where the policy has hardly moved, turns their sign, or moves
+  by more than the ratio, and a term beside the credit that pushes the policy away from the one that
+  sampled. A ratio of each token, a trust region and a cap are approximations: the verdict says how
+  much bias they leave, whether a loss without any ratio leaves less, and on which side a trust
+  region ends if it is one only. A version of the lab moves the policy further than one of a run, so
+  that a narrow trust region drops most of it. Where no token with positive credit has become less
+  likely, a loss without a ratio for such credit is the same as one with a cap at 1.
 - **The divisor of one step.** A step of one group that is divided by its own number of tokens
   favors short right replies. This is the trainer's divisor, not the credit, and is said apart.
 

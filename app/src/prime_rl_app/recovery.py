@@ -53,6 +53,7 @@ class Recovery:
         self._sleep = sleep
         self._config = config.recovery
         self._max_restarts = config.inference.max_restarts
+        self._max_lag = config.orchestrator.max_off_policy_steps
         # The supervisor drops us when the processes of the run have ended.
         weakref.finalize(self, LogLimit(view.run_dir, config.log.max_mib).close)
         self._furthest = self._used = 0
@@ -65,9 +66,13 @@ class Recovery:
 
     def engines(self, attempts: Attempts, launcher: Launcher) -> EngineRestarts:
         """What restarts the engines of the run, and lets others join and leave."""
-        limit = self._max_restarts
         return EngineRestarts(
-            launcher, self._run_dir, limit=limit, tell=self._tell, attempts=attempts
+            launcher,
+            self._run_dir,
+            limit=self._max_restarts,
+            tell=self._tell,
+            attempts=attempts,
+            max_lag=self._max_lag,
         )
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
@@ -95,13 +100,15 @@ class Recovery:
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
         path = self._run_dir / LOG
-        size = path.stat().st_size if path.exists() else 0
+        size = None
         try:
             with path.open("a", encoding="utf-8") as file:
+                size = file.tell()
                 file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
         except OSError as error:  # a full disk: another attempt could not write either
             with suppress(OSError):  # the next line must not continue a torn one
-                os.truncate(path, size)
+                if size is not None:
+                    os.truncate(path, size)
             raise failure from error
 
         self._tell(

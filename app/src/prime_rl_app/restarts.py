@@ -31,8 +31,10 @@ class EngineRestarts:
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         attempts: Attempts | None = None,
+        max_lag: int = 0,
     ) -> None:
-        """``attempts``: the run, where engines may join, leave and move."""
+        """``attempts``: the run, where engines may join, leave and move. ``max_lag``: how many
+        versions old rollouts may be when they train."""
         self._launcher = launcher
         self._run_dir = run_dir
         self._clock = clock
@@ -43,6 +45,9 @@ class EngineRestarts:
         self._used: Counter[str] = Counter()
         self._served: dict[str, int] = {}
         """Newest version of each engine that has served."""
+        self._max_lag = max_lag
+        self._met: dict[str, int] = {}
+        """For each frozen engine, the newest version when it was first seen to run."""
         self._handled: dict[str, int | None] = {}
         """The silence of an engine when it was last restarted or given up."""
         self._scaling = [
@@ -67,6 +72,7 @@ class EngineRestarts:
             name = process.name
             facts = engines.get(name)
             if isinstance(process, Pause):
+                self._met.pop(name, None)
                 if isinstance(process, Placing) or self._clock() >= process.until:
                     processes[place] = self._started(process)
                 continue
@@ -84,6 +90,7 @@ class EngineRestarts:
             how = f"{name} {'answers nothing' if code is None else ending(code)}"
             if self._used[name] < limit:
                 self._used[name] += 1
+                self._met.pop(name, None)
                 self._tell(f"{how}: starting it again ({self._used[name]} of {limit} times)")
                 wait = 2.0 ** (self._used[name] - 1) - 1.0
                 if wait:
@@ -119,12 +126,26 @@ class EngineRestarts:
 
     def _facts(self) -> Mapping[str, EngineFacts]:
         """The facts of the policy's engines. An engine that serves a newer version gets its
-        restarts back."""
+        restarts back.
+
+        A frozen one serves no version. It gets them back once it has outlived more newer versions
+        than there can be without what it answers: batches of older rollouts."""
         report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
         engines = {} if report is None else report.facts.engines
         for name, facts in engines.items():
             if facts.version is not None and facts.version > self._served.get(name, -1):
                 self._served[name] = facts.version
+                self._used[name] = 0
+
+        newest = None if report is None else report.facts.newest_version
+        if newest is None:
+            return engines
+
+        for name in self._engines.keys() - engines.keys():
+            met = self._met.setdefault(name, newest)
+            if newest < met:  # the run went back
+                self._met[name] = newest
+            elif newest > met + self._max_lag + 1:
                 self._used[name] = 0
         return engines
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from prime_rl.config.removed import without_removed
 from prime_rl.config.run import RunConfig
@@ -43,6 +44,9 @@ from prime_rl.rundir.status import replace_text
 
 LATEST = "latest"
 AUTO = "auto"
+RETRY_SECONDS = (1.0, 5.0, 25.0)
+"""Pauses before a checkpoint is looked at again that a shared disk refuses to show."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,18 @@ def _seen(run_dir: Path) -> object:
     return whole_steps(run_dir), record.read_bytes() if record.exists() else None
 
 
+@contextmanager
+def _readable() -> Iterator[None]:
+    """What cannot be read of a run is a ``ConfigError``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--resume: a run cannot be read: {error}. Run the command again when it can."
+        ) from error
+
+
+@_readable()
 def plan(
     config: RunConfig, what: str, tuning: Tuning | None, optimizer: OptimizerMaker
 ) -> ResumePlan:
@@ -74,17 +90,16 @@ def plan(
     ``latest``, or the start of the run if there is no checkpoint. A finished run is completed:
     export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the config does not
     fit the checkpoint or the run is over."""
-    runs = runs_of(config)
-    seen = {each.resolve(): _seen(each) for each in runs}  # before anything else is read
+    seen: dict[Path, object] = {}
     try:
-        checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
+        checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what, seen=seen)
     except NoCheckpoint:
-        begun = next((each for each in runs if not (each / DRY).exists()), None)
+        begun = next((each for each in runs_of(config) if not (each / DRY).exists()), None)
         with held(begun) if begun else nullcontext():  # if it runs, that is the reason
             if what != AUTO:
                 raise
         if begun is None or not Supervisor.has_done(begun):
-            before = None if begun is None else seen[begun.resolve()]
+            before = None if begun is None else seen.get(begun.resolve())
             return ResumePlan(None, begun, ["no checkpoint: from the start"], seen=before)
         if over := _why_over(begun, config):
             return ResumePlan(None, begun, [over], is_over=True)
@@ -164,7 +179,9 @@ def begin(config: RunConfig, chosen: ResumePlan) -> Iterator[tuple[Path, Checkpo
         return
 
     with held(chosen.run_dir):
-        if chosen.seen is not None and chosen.seen != _seen(chosen.run_dir):
+        with _readable():
+            seen = None if chosen.seen is None else _seen(chosen.run_dir)
+        if chosen.seen != seen:
             raise RunHeld(
                 f"{chosen.run_dir}: another process ran this run until a moment ago, and has "
                 "changed what a resume begins with. Run the command again."
@@ -179,16 +196,21 @@ def begin(config: RunConfig, chosen: ResumePlan) -> Iterator[tuple[Path, Checkpo
         yield chosen.run_dir, chosen.checkpoint
 
 
-def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[str]]:
+def _find(
+    config: RunConfig, what: str, seen: dict[Path, object]
+) -> tuple[Checkpoint, Path | None, list[str]]:
     """A checkpoint whose files are as they were written, its run, and what is wrong with newer ones
-    of that run."""
+    of that run. ``seen`` gets ``_seen`` of each run that was looked at, from before the look."""
+    runs = runs_of(config)
     if what != LATEST and not what.isdecimal():
+        if config.run.name:
+            seen.update((each.resolve(), _seen(each)) for each in runs)
         checkpoint, continues = _in_folder(config, Path(what))
-        checkpoint.verify()
+        _look(checkpoint.verify)
         return checkpoint, continues, []
 
-    runs = runs_of(config)
     for run_dir in runs:
+        seen[run_dir.resolve()] = _look(partial(_seen, run_dir))
         found, damaged = newest(run_dir, None if what == LATEST else int(what))
         if found is not None:
             return found, run_dir, damaged
@@ -206,19 +228,42 @@ def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[s
 
 def newest(run_dir: Path, only: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run whose files are as they were written, None if there is none,
-    and what is wrong with newer ones. ``only``: the step that it must be of."""
+    and what is wrong with newer ones. ``only``: the step that it must be of. Raises ``OSError`` if
+    the disk does not show them."""
     damaged: list[str] = []
-    steps = [step for step in whole_steps(run_dir) if only in (None, step)]
+    steps = [step for step in _look(partial(whole_steps, run_dir)) if only in (None, step)]
     for step in reversed(steps):
         checkpoint = finished(run_dir, step)
         try:
-            checkpoint.verify()
+            _look(checkpoint.verify)
         except ConfigError as error:
             damaged.append(str(error))
             continue
         return checkpoint, damaged
 
     return None, damaged
+
+
+def _look(look: Callable[[], T]) -> T:
+    """What ``look`` returns, which is called again after ``RETRY_SECONDS`` while a shared disk
+    refuses: a run that took a refused checkpoint for damaged would go back too far, and abandon it.
+    Raises its last error."""
+    for pause in RETRY_SECONDS:
+        try:
+            return look()
+        except (OSError, ConfigError) as error:
+            if not _is_refused(error):
+                raise
+        time.sleep(pause)
+    return look()
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether the disk refused a read, for no reason that lies in the file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    in_the_file = FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError
+    return error is not None and not isinstance(error, in_the_file)
 
 
 def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | None]:

@@ -73,8 +73,14 @@ def run(resolved: Resolved, view: RunView, checkpoint: Checkpoint | None = None)
                         if stop.is_asked:
                             raise
                         recovery.allow(failure, first_step)
-                        checkpoint = attempts.go_back()
-                        attempts.start(checkpoint)
+                        try:
+                            checkpoint = attempts.go_back()
+                            attempts.start(checkpoint)
+                        except OSError as error:
+                            raise RunError(
+                                f"{failure}\nThe run cannot start again: {error}. When the disk "
+                                "takes files again, `prime-rl run --resume auto` continues."
+                            ) from error
             stopped = stop.result
             if stopped:
                 if stop.is_asked:

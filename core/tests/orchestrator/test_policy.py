@@ -286,7 +286,8 @@ async def test_a_resumed_run_reports_the_steps_that_the_attempt_before_trained_a
 ):
     """It was killed while an evaluation held the weights of step 2, and step 4 was saved."""
     log_steps(tmp_path, 1, 2, 3, 4)
-    rows = [{"step": 1, "train/x": 0.5}, {"step": 1, "loss/mean": 0.5}, {"step": 4, "train/x": 0.5}]
+    rows = [{"step": step, "train/x": 0.5} for step in (1, 2, 3, 4)]
+    rows.insert(2, {"step": 1, "loss/mean": 0.5})
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 2, "loss/mean"\n{"step": 3, "lo')
     engine = Engine()
@@ -297,6 +298,21 @@ async def test_a_resumed_run_reports_the_steps_that_the_attempt_before_trained_a
         await watch.until(5)
     steps = [each for each in watch.events if each.startswith("step")]
     assert steps == ["step 2", "step 3", "step 4", "step 5"]
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+async def test_steps_of_which_the_file_has_no_batch_were_reported_elsewhere(tmp_path, steps):
+    """The monitor ``file`` was not in use then: other monitors have them."""
+    log_steps(tmp_path, 1, 2, 3, 4)
+    rows = [{"step": step, name: 0.5} for step in steps for name in ("train/x", "loss/mean")]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = Engine()
+    async with connected(engine, version=4) as fleet:
+        watch = Watch(tmp_path, fleet, engine, version=4)
+        log_steps(tmp_path, 5)
+        publish(tmp_path, 5)
+        await watch.until(5)
+    assert [each for each in watch.events if each.startswith("step")] == ["step 5"]
 
 
 async def test_a_damaged_line_of_the_trainer_hides_no_other_step(tmp_path, caplog):

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from disks import SharedDisk
 from pydantic import ValidationError
-from waiting import LIMIT, until
+from waiting import LIMIT, Clock, until
 
 from prime_rl import ConfigError, WireError
 from prime_rl.config.run import TransportConfig
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.machine import free_ports
+from prime_rl.wire import transport as module
 from prime_rl.wire.sealing import sealed, unsealed
 from prime_rl.wire.transport import Receiver, Sender, make_receiver, make_sender, wire_dir
 
@@ -236,3 +237,18 @@ async def test_files_that_a_disk_refuses_now_and_then_arrive_once_and_in_order(
     for rank in (0, 1):
         assert await wire.receive(rank, timeout=0) is None
     await wire.sender.drain()
+
+
+def test_a_frame_that_is_never_readable_ends_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back, and makes the batch again: a wait would have no end."""
+    monkeypatch.setattr(module, "time", Clock())
+    receiver = module.FileReceiver(tmp_path, rank=0)
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "rank_0.bin").write_bytes(b"x")
+    disk = SharedDisk(monkeypatch, tmp_path / "step_1" / "rank_0.bin")
+    with disk.refusing():
+        assert receiver.receive(module.UNREADABLE_SECONDS - 1.0) is None
+        with pytest.raises(WireError, match=r"step_1/rank_0.bin cannot be read for 60 s: .*Stale"):
+            receiver.receive(10.0)

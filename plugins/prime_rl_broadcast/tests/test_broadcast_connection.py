@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import weakref
@@ -22,6 +23,8 @@ from torch import Tensor
 from waiting import LIMIT
 
 from prime_rl import WeightsError
+from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import ADMIN_KEY
 from prime_rl_broadcast import connection as connection_module
 from prime_rl_broadcast.connection import (
@@ -238,6 +241,58 @@ def test_an_abort_releases_a_waiting_member(new_group: NewGroup) -> None:
     with pytest.raises(WeightsError, match="aborted: engine b is gone"):
         worker.take(group)
     timer.join()
+
+
+def test_an_orchestrator_that_is_replaced_releases_the_members_that_wait(
+    new_group: NewGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new attempt begins before the old processes end; the engines serve both."""
+    group, worker = new_group(2), Worker(1)
+    new_attempt(tmp_path)
+    monkeypatch.setenv(PROCESS, f"1:orchestrator:{tmp_path}")
+    group.abort("the run ends")
+    group.abort("again")
+    monkeypatch.delenv(PROCESS)
+    with pytest.raises(WeightsError, match="aborted: the run ends"):
+        worker.take(group)
+
+
+@pytest.mark.parametrize("over", ["aborted: the run ends", "is gone|No such file"])
+def test_a_member_does_not_wait_for_one_that_has_died_before_it_connected(
+    new_group: NewGroup, over: str
+) -> None:
+    """Nor does it once the next attempt has removed the broadcast."""
+    group, worker = new_group(2, timeout=2.0), Worker(1)
+    if group.backend == "ipc":
+        return  # it connects by these files
+
+    def end() -> None:
+        group.wait_for_all("gloo, connecting")  # all are ready: the last thing that it does
+        group.abort("the run ends") if "aborted" in over else shutil.rmtree(group.directory)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(WeightsError, match=over):
+        worker.take(group)
+    ending.join()
+
+
+def test_a_member_does_not_wait_in_a_broadcast_that_another_attempt_has_removed(
+    new_group: NewGroup,
+) -> None:
+    """Its orchestrator was killed, and could not abort it."""
+    group, worker = new_group(2), Worker(1)
+
+    def end() -> None:
+        while not (Path(group.directory) / "here_1").exists():
+            pass
+        shutil.rmtree(group.directory)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(WeightsError, match="is gone: another attempt has begun"):
+        worker.take(group)
+    ending.join()
 
 
 def test_a_timeout_names_the_missing_ranks(new_group: NewGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,25 @@ def test_members_meet_although_the_disk_refuses_a_look(
         monkeypatch.setattr(group_module.time, "sleep", lambda seconds: answer())
         group.wait_for_all("gloo")
     assert disk.refused == 1
+
+
+def test_a_member_whose_folder_is_removed_waits_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back: an engine that it keeps must be free for the next attempt."""
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    group = BroadcastGroup(
+        directory=str(folder), group="g", backend="gloo", rank=0, world_size=2, timeout=600.0,
+        loopback=True,
+    )  # fmt: skip
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        assert len(pauses) == 1, "it still waits"
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(group_module.time, "sleep", pause)
+    with pytest.raises(WeightsError, match="is gone: another attempt has begun"):
+        group.wait_for_all("gloo")

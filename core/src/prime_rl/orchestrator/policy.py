@@ -31,7 +31,7 @@ STEP_METRIC = "loss/mean"
 """Of every step that was trained, and of the trainer only."""
 
 REPORTED_BYTES = 1 << 24
-"""How much of the end of ``metrics.jsonl`` is searched for the last step of the trainer."""
+"""How much of the end of ``metrics.jsonl`` is read for the last step of the trainer."""
 
 LAST_WEIGHTS_SECONDS = 1200.0
 """At a stop, how long the trainer may do nothing before the weights of the last step are there."""
@@ -48,20 +48,26 @@ def last_reported(run_dir: Path, version: int) -> int:
     """The last step whose metrics of the trainer were logged before a run resumes with ``version``.
 
     An orchestrator that was killed may have read less than the checkpoint contains: it reads a
-    step's metrics before it loads the step's weights, and an evaluation may hold these back.
+    step's metrics before it loads the step's weights, and an evaluation may hold these back. Steps
+    whose batches are not in the file either were reported elsewhere: the file was not in use.
     """
     try:
         lines = last_lines(run_dir / "metrics.jsonl", REPORTED_BYTES)
     except OSError:  # the run is new, or has another monitor only
         return version
 
-    for line in reversed(lines):
-        with suppress(ValueError, RecursionError):  # damaged: the one before it
+    reported = 0
+    of_batches: set[int] = set()
+    for line in lines:
+        with suppress(ValueError, RecursionError):  # a damaged line
             row = parse_row(line)
             if STEP_METRIC in row:
-                return min(int(row["step"]), version)
+                reported = int(row["step"])
+            else:
+                of_batches.add(int(row["step"]))
 
-    return 0
+    missing = (step for step in of_batches if reported < step <= version)
+    return min(missing, default=version + 1) - 1
 
 
 class LivePolicy:

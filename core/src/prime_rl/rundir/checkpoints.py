@@ -212,7 +212,16 @@ def digests(directory: Path) -> dict[str, str]:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    def refuse(error: OSError) -> None:
+        raise error
+
+    # Not `rglob`: in newer Pythons it leaves out a folder that cannot be listed.
+    files = [
+        Path(folder, name)
+        for folder, _, names in os.walk(directory, onerror=refuse)
+        for name in names
+        if name != CHECKSUMS
+    ]
     with ThreadPoolExecutor(4) as threads:
         names = (str(path.relative_to(directory)) for path in files)
         return dict(zip(names, threads.map(digest, files), strict=True))

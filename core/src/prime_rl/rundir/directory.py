@@ -20,7 +20,9 @@ from __future__ import annotations
 import fcntl
 import glob
 import itertools
+import os
 import re
+import shutil
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +33,7 @@ from pydantic import ValidationError
 from prime_rl.config.explain import explain
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError, RunHeld
+from prime_rl.rundir.status import replace_text
 
 DRY = ".dry-run"
 """Marker file of a directory that only a dry run has used."""
@@ -73,8 +76,9 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
 
 
 def write_config(run_dir: Path, config: RunConfig) -> None:
-    """Write the resolved config of the newest attempt."""
-    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2), "utf-8")
+    """Write the resolved config of the newest attempt. Raises ``OSError``, and leaves the one
+    before."""
+    replace_text(run_dir / "configs" / "run.json", config.model_dump_json(indent=2))
 
 
 def read_config(run_dir: Path) -> RunConfig:
@@ -104,10 +108,11 @@ def new_attempt(run_dir: Path) -> int:
     link.symlink_to(f"attempt_{number + 1}")
     link.replace(run_dir / "logs" / "latest")
 
-    for name in ("run", "launch"):
+    # `run.json` stays until the new one replaces it: a folder without it is no run.
+    for name, keep in (("run", shutil.copyfile), ("launch", os.replace)):
         old = run_dir / "configs" / f"{name}.json"
         if old.exists():
-            old.replace(old.with_name(f"{name}.attempt_{number}.json"))
+            keep(old, old.with_name(f"{name}.attempt_{number}.json"))
 
     return number + 1
 

@@ -29,6 +29,8 @@ from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 SOCKETS = "zmq"
 POLL_SECONDS = 0.01
 """Between two looks of the file transport."""
+UNREADABLE_SECONDS = 60.0
+"""For which a disk may refuse a frame of the file transport."""
 
 
 class Sender(Protocol):
@@ -155,6 +157,8 @@ class FileReceiver:
         self.rank = rank
         self._last = -1
         """The step that was read last."""
+        self._refused_at: float | None = None
+        """Since when the disk refuses the next frame."""
 
     def receive(self, timeout: float) -> memoryview | None:
         deadline = time.monotonic() + timeout
@@ -167,7 +171,10 @@ class FileReceiver:
             time.sleep(POLL_SECONDS)
 
     def _look(self) -> bytes | None:
-        """The next frame; None if it is not there yet, or if the disk refuses to say."""
+        """The next frame; None if it is not there yet, or if the disk refuses to say. Raises
+        ``WireError`` if that lasts."""
+        refused_at = time.monotonic() if self._refused_at is None else self._refused_at
+        self._refused_at = None
         for step in _steps(names_seen(self.directory)):
             path = _frame_path(self.directory / f"step_{step}", self.rank)
             if step <= self._last:  # it was read, and the disk refused to remove it
@@ -180,7 +187,13 @@ class FileReceiver:
                 continue
             except OSError as error:
                 poll_failed(path, error)
-                return None
+                self._refused_at = refused_at
+                if time.monotonic() - refused_at < UNREADABLE_SECONDS:
+                    return None
+                # The run goes back, and makes the batch again.
+                raise WireError(
+                    f"{path} cannot be read for {UNREADABLE_SECONDS:.0f} s: {error}"
+                ) from error
 
             poll_succeeded(path)
             self._last = step

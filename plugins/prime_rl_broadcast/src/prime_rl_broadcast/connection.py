@@ -18,9 +18,11 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from traceback import clear_frames
 from typing import Any
 
@@ -45,6 +47,8 @@ ALIGNMENT = 16
 """Alignment in bytes of each tensor in a bucket."""
 NON_BLOCKING = (2, 27)
 """Versions of NCCL from which communicators connect without blocking."""
+OPEN_SECONDS = 0.1
+"""Between two looks whether the broadcast is still open, while members connect."""
 PROBLEM_BYTES = 512
 """Longest error that a member can report in an agreement."""
 
@@ -170,7 +174,8 @@ class GroupConnection(Connection):
         store = dist.FileStore(str(Path(group.group) / "store"), group.world_size)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=group.timeout))
         with _nccl_environment(group), self._errors_named():
-            self._backend = _connect(group, store)
+            connect_now = _connect if group.backend == "nccl" else _connect_while_open
+            self._backend = connect_now(group, store)
             self._agree(None)  # NCCL connects at the first collective
 
         self._store = store  # the file is removed with the object
@@ -351,6 +356,24 @@ def _connect(group: BroadcastGroup, store: Any) -> Any:
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=_own_address(group))]
     return gloo(store, group.rank, group.world_size, options)
+
+
+def _connect_while_open(group: BroadcastGroup, store: Any) -> Any:
+    """Gloo waits for a member that has died until its timeout, and nothing interrupts it. So a
+    thread connects, and is left to its timeout if the broadcast is over before."""
+    connected = Future[Any]()
+
+    def work() -> None:
+        try:
+            connected.set_result(_connect(group, store))
+        except Exception as error:
+            connected.set_exception(error)
+
+    Thread(target=work, name="gloo connects", daemon=True).start()
+    while not wait([connected], OPEN_SECONDS).done:
+        group.check_open()
+
+    return connected.result()
 
 
 def own_address() -> str:

@@ -21,7 +21,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prime_rl import EngineError, EngineGone, ReceivingEngine, WeightDelivery, Weights
+from prime_rl import (
+    EngineError,
+    EngineGone,
+    ReceivingEngine,
+    WeightDelivery,
+    Weights,
+    WeightsError,
+)
 from prime_rl.plugins.weight_transports import AnyEngine, Update
 from prime_rl.proxies import LOCAL
 from prime_rl.weights.versions import FILES_WANTED, wait_for_files
@@ -149,7 +156,7 @@ class BroadcastDelivery(WeightDelivery):
         """Release the members that wait, and drop the process group."""
         self._members = []
         if self._open is not None:
-            with suppress(OSError):  # a full disk: they wait until their timeout
+            with suppress(WeightsError):  # a full disk: they wait until their timeout
                 self._open.abort(reason)
 
     def _end(self) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -62,8 +63,9 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         return _claim(directory / MEETING, msgspec.json.encode(self))
 
     def abort(self, reason: str) -> None:
-        """Release the members that wait for others."""
-        replace_text(Path(self.directory) / _END, reason or "no reason was given")
+        """Release the members that wait for others. Also in a process whose attempt has been
+        replaced: the folder is of this broadcast alone. Raises ``WeightsError``."""
+        _claim(Path(self.directory) / _END, (reason or "no reason was given").encode())
 
     def wait_for_all(self, protocol: str) -> None:
         """Report this member as ready, and wait for the others. Raises ``WeightsError`` if one is
@@ -72,10 +74,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         deadline = time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(names := names_seen(folder)):
-                if _END in names:
-                    reason = (folder / _END).read_text("utf-8")
-                    raise WeightsError(f"the broadcast was aborted: {reason}")
+            while missing := self._missing(self.check_open()):
                 if time.monotonic() > deadline:
                     raise WeightsError(
                         f"{folder}: rank {', '.join(map(str, missing))} of {self.world_size} is "
@@ -92,6 +91,26 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
                     )
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error
+
+    def check_open(self) -> list[str]:
+        """The names in the folder; none while a shared disk refuses to say. Raises
+        ``WeightsError`` if the broadcast is aborted, or removed by another attempt."""
+        folder = Path(self.directory)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{folder} is gone: another attempt has begun") from error
+        except OSError as error:
+            poll_failed(folder, error)
+            return []
+        poll_succeeded(folder)
+
+        if _END in names:
+            reason = "its reason cannot be read"
+            with suppress(OSError):
+                reason = (folder / _END).read_text("utf-8")
+            raise WeightsError(f"the broadcast was aborted: {reason}")
+        return names
 
     def _missing(self, names: Collection[str]) -> list[int]:
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]

@@ -302,6 +302,14 @@ def test_a_run_with_functions_of_a_script_names_no_command_that_needs_them(tmp_p
     ]
 
 
+def test_an_argument_of_that_name_of_another_taskset_is_none_of_a_script(tmp_path):
+    of_a_script(tmp_path)
+    path = tmp_path / "configs" / "run.json"
+    path.write_text(path.read_text().replace('"id": "function"', '"id": "tool-use"'))
+    whole(tmp_path, LAST)
+    assert "Train on        prime-rl run" in printed(tmp_path)
+
+
 # -- a stop -----------------------------------------------------------------------------------
 
 

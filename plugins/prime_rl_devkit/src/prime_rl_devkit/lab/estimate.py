@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prime_rl_devkit.lab.fit import UNKNOWN, Fit, Within, fit
+from prime_rl_devkit.lab.fit import UNKNOWN, Apart, Fit, Within, fit
 from prime_rl_devkit.lab.problem import NAMES, Floats, Problem, Question
 from prime_rl_devkit.lab.proof import Estimate
 from prime_rl_devkit.lab.updates import Updates
@@ -59,10 +59,12 @@ def estimate(
     is_linear: bool | None = None,
     likely: Sequence[str] = (),
     within: Within = UNKNOWN,
+    unrewarded: Sequence[Part] = (),
 ) -> Estimate:
     """All questions of a problem together. ``of_reward``: the objective is the expected reward;
     ``is_linear``: credit is linear in the rewards, None if that is not known. ``likely``: causes
-    that earlier problems have shown. ``within``: how the credit of a reply is spread."""
+    that earlier problems have shown. ``within``: how the credit of a reply is spread.
+    ``unrewarded``: the same questions with all rewards at 0, where credit is linear in them."""
     off_mask = sum(part.off_mask for part in parts) / len(parts)
     # Observations that a loss imitates are no part of the estimate; those of a fault are.
     kept = [part.acts if off_mask < 1e-9 else np.ones(len(part.acts)) for part in parts]
@@ -78,17 +80,26 @@ def estimate(
         # A divisor that counts something else than lengths may depend on the rewards.
         by_length = all(part.divides_by_length for part in parts)
         of_one = is_linear if by_length else None
+        zeros = [part.goal for part in unrewarded if part.goal is not None]
+        aparts: list[Apart | None] = [None, None]
+        if unrewarded and len(zeros) == len(parts):
+            pairs = [*zip(unrewarded, kept, strict=True)]
+            aparts = [
+                Apart([part.one * mask * divisor for part, mask in pairs], zeros),
+                Apart([part.many * mask for part, mask in pairs], zeros),
+            ]
         fits = [
-            fit(questions, one, goals=goals, at=at, is_linear=of_one, likely=likely, within=within),
             fit(
                 questions,
-                many,
+                updates,
                 goals=goals,
                 at=at,
-                is_linear=is_linear,
+                is_linear=linear,
                 likely=likely,
                 within=within,
-            ),
+                apart=apart,
+            )
+            for updates, linear, apart in zip((one, many), (of_one, is_linear), aparts, strict=True)
         ]
 
     noise = _noise(parts, fits[0], divisor)

@@ -13,14 +13,17 @@ part off any e.
     rewards      the gradient of the probability of each reward: credit is any function of it
     turns        the rewards of each turn, on the tokens of each turn
     length       the reward of the replies of each length
-    cut_off      the reward of the replies without a stop token
+    cut_off      the reward of the replies without a stop token, and a scale for each question
     place        the reward on the first, second, ... token, and on the last, last but one, ...
+    apart        the update with all rewards at 0, and the gradient of the objective there
 
-Of several sets of one size, that which leaves least is named. Difficulty and rewards are no causes
-where credit is linear in the rewards, which ``Linearity`` tests; difficulty is none either where
-one question is asked with several rewards. Place is none where all tokens of a reply have the same
-credit, and where credit grows with how likely a token was or with the entropy in its place, that
-is the cause instead (``Within``).
+``apart`` is measured, where credit is linear in the rewards. It comes first, unless that update is
+one of the length of replies or of those that were cut off: then this is the cause. Of several sets
+of one size, that which leaves least is named. Difficulty and rewards are no causes where credit is
+linear in the rewards, which ``Linearity`` tests; difficulty is none either where one question is
+asked with several rewards. Place is none where all tokens of a reply have the same credit. Where
+credit depends on which token of the vocabulary it is for, or grows with how likely that was or with
+the entropy in its place, that is the cause instead (``Within``).
 
 Shapes: Q = questions, P = parameters of one question, K = replies.
 """
@@ -70,7 +73,7 @@ class Fit:
         return self.cosine == 0 and self.scale == 0 and self.residual == 0
 
 
-CAUSES = ("difficulty", "rewards", "turns", "length", "cut_off", "place")
+CAUSES = ("difficulty", "rewards", "turns", "length", "cut_off", "place", "apart")
 OF_REWARDS = ("difficulty", "rewards")
 """Causes that are impossible if credit is linear in the rewards."""
 SHOWN = 0.2
@@ -88,11 +91,21 @@ class Within:
     is_even: bool = False
     """All tokens of a reply have the same credit."""
     by: str = ""
-    """What a token's share of the credit rises or falls with, if with one of these:
-    ``likelihood``, its probability; ``entropy``, that of the policy in its place."""
+    """What a token's share of the credit depends on, if on one of these: ``token``, which one of
+    the vocabulary it is; or rises or falls with: ``likelihood``, its probability; ``entropy``, that
+    of the policy in its place."""
 
 
 UNKNOWN = Within()
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What is left where all rewards are 0: [P] of each question."""
+
+    updates: Sequence[Floats]
+    goals: Sequence[Floats]
+    """The gradients of the objective."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +136,12 @@ def fit(
     is_linear: bool | None = None,
     likely: Sequence[str] = (),
     within: Within = UNKNOWN,
+    apart: Apart | None = None,
 ) -> Fit:
     """``updates`` E and ``goals`` g, [P] of each question; ``at``: the logits of the policy;
     ``is_linear``: whether credit is linear in the rewards, None if not known; ``likely``:
     causes that other problems have shown, which come first where several explain the residual;
-    ``within``: how the credit of a reply is spread."""
+    ``within``: how the credit of a reply is spread; ``apart``: None, it is not known."""
     e = np.concatenate(updates)
     g = np.concatenate(goals)
     size = float(np.linalg.norm(e))
@@ -139,6 +153,7 @@ def fit(
     residual = float(np.linalg.norm(rest)) / size
     binary = all(set(question.rewards) <= {0.0, 1.0} for question in questions)
     columns = _columns(questions, goals, at)
+    columns["apart"] = [] if apart is None else _apart(apart, size)
     push = np.zeros(2)
     by_question = []
     for question, update, goal, logits in zip(questions, updates, goals, at, strict=True):
@@ -155,7 +170,8 @@ def fit(
     elif within.by:
         excluded |= {"turns", "length", "cut_off", "place"}
     rest_is = within.by or "other"
-    in_order = dict.fromkeys([*(cause for cause in likely if cause in CAUSES), *CAUSES])
+    first = [_kind_of(apart, questions, at)] if apart is not None else []
+    in_order = dict.fromkeys([*first, *(cause for cause in likely if cause in CAUSES), *CAUSES])
     possible = [cause for cause in in_order if cause not in excluded and columns[cause]]
     return Fit(
         cosine=float(e @ g / size / np.linalg.norm(g)),
@@ -231,6 +247,33 @@ def _columns(
     return columns
 
 
+def _apart(apart: Apart, size: float) -> list[Floats]:
+    """[Q P] each, those that are more than rounding beside an update of ``size``."""
+    columns = [np.concatenate(apart.updates), np.concatenate(apart.goals)]
+    return [column for column in columns if float(np.linalg.norm(column)) > TINY * size]
+
+
+def _kind_of(apart: Apart, questions: Sequence[Question], at: Sequence[Floats]) -> str:
+    """``length`` or ``cut_off`` if the update without rewards is one of the probability of replies
+    of some length, or without a stop token, and nothing else; else ``apart``."""
+    if any(goal.any() for goal in apart.goals):
+        return "apart"
+    for cause in ("length", "cut_off"):
+        left = total = 0.0
+        for question, update, logits in zip(questions, apart.updates, at, strict=True):
+            # Those that are not weighted with rewards.
+            of_length = cause == "length"
+            columns = (
+                _lengths(question, logits)[::2] if of_length else _cut_off(question, logits)[:1]
+            )
+            rest = _rest(update, columns)[0] if columns else update
+            left += float(rest @ rest)
+            total += float(update @ update)
+        if left <= EXPLAINED**2 * total:
+            return cause
+    return "apart"
+
+
 def _differ(questions: Sequence[Question]) -> bool:
     """Whether the questions differ in more than their rewards."""
     first = questions[0].logits
@@ -283,11 +326,15 @@ def _lengths(question: Question, logits: Floats) -> list[Floats]:
 
 
 def _cut_off(question: Question, logits: Floats) -> list[Floats]:
-    """[P] twice: the gradient of the probability of the replies without a stop token, and the same
-    weighted with their rewards."""
-    these = question.probabilities(logits) * question.is_cut_off
+    """[P] thrice: the gradient of the probability of the replies without a stop token, the same
+    weighted with their rewards, and that of all rewards: where such replies count for less, so does
+    a question that has many of them."""
+    p = question.probabilities(logits)
+    these = p * question.is_cut_off
     scores = question.scores(logits)
-    return [these @ scores, (these * question.rewards) @ scores] if these.any() else []
+    if not these.any():
+        return []
+    return [each @ scores for each in (these, these * question.rewards, p * question.rewards)]
 
 
 def _places(question: Question, logits: Floats) -> list[Floats]:

@@ -68,9 +68,10 @@ class Finding:
 
     code: str
     """A fault of the credit: ``opposite``, ``zero``, ``scaled``, ``failed``, ``batch``, ``envs``,
-    ``order``, ``likelihood``, ``entropy``, ``other``, ``off_mask``, or a cause (``fit.CAUSES``); of
-    its state: ``memory``, ``shared``; of the ratio of stale samples (``stale.FAULTS``). No fault:
-    those of ``SOUND``. Nothing is known: ``refused``, ``undeclared``."""
+    ``order``, ``token``, ``likelihood``, ``entropy``, ``other``, ``off_mask``, or a cause
+    (``fit.CAUSES``); of its state: ``memory``, ``shared``, ``random``; of the ratio of stale
+    samples (``stale.FAULTS``). No fault: those of ``SOUND``. Nothing is known: ``refused``,
+    ``undeclared``."""
     problem: str
     text: str
     when: str = ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +85,8 @@ WITHOUT = "without"
 """The same, times 1."""
 CREDITED = "credited"
 """The part of the update that grows with the credit."""
+REPEATS = 8
+"""Times that a group is scored to see whether its credit is random."""
 STEP = 0.4
 """How far one version moves the logits of a question, as a norm."""
 
@@ -189,6 +192,8 @@ class ProofSubject:
 
         self.divisor = self.losses["own"][self.component]
         self.asked: dict[str, Asked] = {}
+        self.zeros: dict[tuple[object, ...], Asked] = {}
+        """The questions with all rewards at 0, by what else they have."""
         self.linear: dict[tuple[object, ...], Linearity | None] = {}
         self.causes: dict[str, None] = {}
         """Causes of bias that the problems have shown so far."""
@@ -244,6 +249,7 @@ class ProofSubject:
                         is_linear=linearity.holds if linearity else None,
                         likely=[*self.causes],
                         within=self.within(problem, size),
+                        unrewarded=self.unrewarded(problem, size, linearity),
                     )
                     self.causes.update(dict.fromkeys(each.many.causes if each.many else ()))
 
@@ -260,11 +266,35 @@ class ProofSubject:
             some = {int(n) for n in np.linspace(0, len(rows) - 1, SPREAD)}
             for number in sorted(some):
                 credits += reply_credits(rows[number], self.losses["own"], question.logits)
-        return within(credits)
+        return within(credits, known=self.causes)
+
+    def unrewarded(self, problem: Problem, size: int, linearity: Linearity | None) -> list[Part]:
+        """The questions with all rewards at 0, if credit is linear in them and something is left;
+        a group of two shows that."""
+        if linearity is None or not linearity.holds:
+            return []
+        zeros = []
+        for question in problem.questions:
+            # Questions that differ in their rewards only are one here.
+            key = (question.logits.tobytes(), *(reply.tokens for reply in question.replies))
+            if key not in self.zeros:
+                nothing = question.rewarded("0", 0.0, np.zeros(len(question.replies)))
+                self.zeros[key] = Asked(self, nothing)
+            zeros.append(self.zeros[key])
+        try:
+            few = [each.part(min(size, 2), 0.0, lag=0, kind="own") for each in zeros]
+            left = [part.many for part in few] + [
+                part.goal for part in few if part.goal is not None
+            ]
+            if max(float(np.abs(each).max()) for each in left) < SMALL:
+                return []
+            return [each.part(size, problem.failing, lag=0, kind="own") for each in zeros]
+        except Refused:
+            return []
 
     def memory(self, question: Question) -> Memory:
         """Whether a group's credit changes after the same instance, or another instance in another
-        env, has scored other groups of the same example."""
+        env, has scored other groups of the same example; or whenever no seed is set."""
         best = int(question.rewards.argmax())
         worst = int(question.rewards.argmin())
         tested = (best, worst)
@@ -296,11 +326,27 @@ class ProofSubject:
             score(made(), OTHER_ENV, history, example)
             return score(made(), ENV, [tested], example)
 
+        def seeded() -> list[Floats]:
+            before = random.getstate(), np.random.get_state()
+            random.seed(0)
+            np.random.seed(0)
+            try:
+                return score(made(), ENV, [tested], next(examples))
+            finally:
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+
+        def moves(settled: Sequence[list[Floats]]) -> bool:
+            return any(differ(each, settled[-1]) for each in settled[1:])
+
         def differ(some: list[Floats], others: list[Floats]) -> bool:
             return len(some) != len(others) or not all(map(np.allclose, some, others))
 
         try:
             alone = score(made(), ENV, [tested], next(examples))
+            free = [score(made(), ENV, [tested], next(examples)) for _ in range(REPEATS)]
+            if moves(free) and not moves([seeded() for _ in range(REPEATS)]):
+                return Memory(is_random=True)
             same = [score(made(), ENV, [*each, tested], next(examples)) for each in histories]
             others = [after_other(each) for each in histories]
         except Refused:
@@ -328,9 +374,9 @@ class ProofSubject:
     def _is_linear_in_groups(self, question: Question, size: int) -> bool:
         """Whether the update by each of a few groups of ``size`` is linear in its rewards. Only a
         few: the expected update by all of them takes seven times as long as the proof."""
-        random = np.random.default_rng(11)
-        groups = random.integers(len(question.replies), size=(SOME, size)).tolist()
-        other = random.integers(-4, 5, len(question.replies)) / 4
+        drawn = np.random.default_rng(11)
+        groups = drawn.integers(len(question.replies), size=(SOME, size)).tolist()
+        other = drawn.integers(-4, 5, len(question.replies)) / 4
         zero = np.zeros(len(question.replies))
 
         def update(name: str, factor: float, more: Floats) -> Floats:

@@ -38,15 +38,20 @@ ZERO = 1e-5
 MORE = 2.0**-5
 """Part by which credit grows to see what grows with it: so little that a loss which picks tokens by
 their credit picks the same ones."""
-HARDLY = 1e-3
-"""Part of a version's move that a policy makes which has hardly moved."""
+HARDLY = 1e-4
+"""Part of a version's move that a policy makes which has hardly moved: so little that it stays
+inside the narrowest trust region, GSPO's of 3e-4 for the mean of a reply."""
 NEAR = 0.25
 """|log ratio| up to which a weight has to move with the ratio: no trust region is narrower than
 that on every token."""
 FEW = 1e-4
 """Tokens with a smaller share of the pull do not decide the name of a weight."""
+FALLS = -0.25
+"""Power of the ratio below which the weight is one of a ratio that is upside down."""
 STEEP = 1.2
 """Power of the ratio from which a weight exaggerates it, near 1."""
+AWAY = 0.5
+"""Cosine from which a term moves with the log ratio."""
 FLAT = 0.8
 """Power of the ratio below which the verdict says it."""
 
@@ -74,6 +79,11 @@ class StaleWeights:
     """log of the ratio of the token before it in the reply; 0.0 at the first."""
     following: Floats
     """log of that of the token behind it; 0.0 at the last."""
+    all_tokens: Floats
+    """Tokens of the reply's sequence, those of the prompt and of the environment included."""
+    beside: Floats
+    """What the slope has gained since the token was fresh in the part that does not grow with the
+    credit, over the |credit| of the token."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,9 @@ class Stale:
 
     code: str
     """``exact``, ``per_token``, ``per_reply``, ``per_prefix``, ``clipped``, ``capped``, ``soft``;
-    and the faults ``no_ratio``, ``inverted``, ``shifted``, ``wrong_side``, ``dropped``, ``partly``,
-    ``discounted``, ``opposite``, ``excessive`` and ``worse``."""
+    ``mixed_kinds``; and the faults ``no_ratio``, ``inverted``, ``shifted``, ``wrong_side``,
+    ``dropped``, ``partly``, ``discounted``, ``opposite``, ``excessive``, ``diluted``, ``away`` and
+    ``worse``."""
     text: str
     cosine: float
     """Between the expected update and the exact one."""
@@ -113,10 +124,14 @@ FAULTS = {
     "moved",
     "shifted": "a token has the ratio of its neighbor in the reply, not its own",
     "opposite": "the loss turns the sign of the credit of stale tokens",
+    "diluted": "the mean of a reply's ratios also counts tokens that the policy did not sample, "
+    "such as the prompt's",
+    "away": "a term beside the credit pushes the policy away from the one that sampled",
     "excessive": "the weight of stale tokens moves by more than their ratio",
     "worse": "the loss weighs stale tokens worse than no importance ratio at all",
 }
 SIGNS = {1: "positive", -1: "negative"}
+SIDES = {1: "above 1", -1: "below 1"}
 KINDS = {
     "exact": "the exact ratio of the reply",
     "per_token": "each token has its own ratio, the usual approximation",
@@ -125,6 +140,7 @@ KINDS = {
     "clipped": "tokens are dropped where the ratio leaves a trust region",
     "capped": "the ratio is capped",
     "soft": "the weight follows the ratio in its own way, an approximation",
+    "mixed_kinds": "the ratio depends on the sign of the credit",
 }
 
 
@@ -153,7 +169,7 @@ def reweighted(
 
 @dataclass(frozen=True, eq=False)
 class _Ratios:
-    """[T] logarithms; 0.0 where the policy did not sample."""
+    """[T] logarithms, 0.0 where the policy did not sample; and numbers of tokens."""
 
     token: Floats
     sequence: Floats
@@ -161,6 +177,7 @@ class _Ratios:
     length: Floats
     previous: Floats
     following: Floats
+    all_tokens: Floats
 
 
 def _ratios(rows: Rows, fresh: Floats, logits: Floats) -> _Ratios:
@@ -179,6 +196,7 @@ def _ratios(rows: Rows, fresh: Floats, logits: Floats) -> _Ratios:
         length=np.bincount(sequence_ids, rows.sampled)[sequence_ids],
         previous=np.append(0.0, token[:-1] * same_reply),
         following=np.append(token[1:] * same_reply, 0.0),
+        all_tokens=np.bincount(sequence_ids)[sequence_ids].astype(np.float64),
     )
 
 
@@ -186,10 +204,18 @@ def credited(rows: Rows, losses: Components, logits: Floats, lag: int) -> Slopes
     """The part of the slopes that grows with the credit; all of them if none does, as with a loss
     that whitens its advantages."""
     once = slopes_of(rows, losses, logits=logits, lag=lag)
+    return _credited(once, rows, losses, logits=logits, lag=lag)
+
+
+def _credited(once: Slopes, rows: Rows, losses: Components, *, logits: Floats, lag: int) -> Slopes:
+    """That part of ``once``."""
     more = slopes_of(rows, losses, logits=logits, lag=lag, credit=1 + MORE)
     part = (more.tokens - once.tokens) / MORE
     if np.abs(part).max(initial=0.0) <= ZERO < np.abs(once.tokens).max(initial=0.0):
         return once
+    # A loss that drops some tokens by their credit drops others where there is more of it.
+    drops_others = (more.tokens == 0) != (once.tokens == 0)
+    part = np.where(drops_others, once.tokens, part)
     return replace(once, tokens=part, entropies=(more.entropies - once.entropies) / MORE)
 
 
@@ -220,12 +246,16 @@ def weights_of(
     for each in rows:
         of_groups = probabilities[start : start + each.size]
         start += each.size
-        before = credited(each, losses, logits=fresh, lag=0).tokens
-        after = credited(each, losses, logits=logits, lag=lag).tokens
+        whole_before = slopes_of(each, losses, logits=fresh, lag=0)
+        whole_after = slopes_of(each, losses, logits=logits, lag=lag)
+        before = _credited(whole_before, each, losses, logits=fresh, lag=0).tokens
+        after = _credited(whole_after, each, losses, logits=logits, lag=lag).tokens
+        gained = (whole_after.tokens - after) - (whole_before.tokens - before)
         ratios = _ratios(each, fresh, logits)
         chosen = each.sampled & (np.abs(before) > ZERO)
+        chance = of_groups[each.group]
         values = {
-            "share": np.abs(before) * of_groups[each.group],
+            "share": np.abs(before) * chance,
             "credit": -np.sign(before),
             "weight": np.divide(after, before, out=np.zeros_like(after), where=chosen),
             "token": ratios.token,
@@ -234,23 +264,27 @@ def weights_of(
             "length": ratios.length,
             "previous": ratios.previous,
             "following": ratios.following,
+            "all_tokens": ratios.all_tokens,
+            "beside": np.divide(gained, np.abs(before), out=np.zeros_like(gained), where=chosen),
         }
         for name, column in values.items():
             columns.setdefault(name, []).append(column[chosen])
 
-    joined_columns = {name: np.concatenate(parts) for name, parts in columns.items()}
-    joined_columns["share"] = joined_columns["share"] / max(
-        float(joined_columns["share"].sum()), 1e-30
-    )
-    return StaleWeights(**joined_columns)
+    return _shared({name: np.concatenate(parts) for name, parts in columns.items()})
 
 
 def merged(parts: Sequence[StaleWeights]) -> StaleWeights:
     """Those of several questions, which are asked equally often."""
     names = StaleWeights.__dataclass_fields__
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    columns["share"] = columns["share"] / max(float(columns["share"].sum()), 1e-30)
-    return StaleWeights(**columns)
+    return _shared(
+        {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
+
+
+def _shared(columns: dict[str, Floats]) -> StaleWeights:
+    """With the pull of each token as its share of the total."""
+    total = max(float(columns["share"].sum()), 1e-30)
+    return StaleWeights(**{**columns, "share": columns["share"] / total})
 
 
 def judge(
@@ -270,6 +304,7 @@ def judge(
         return None
 
     cosine, scale, residual = _against(update, exact)
+    of_none = _against(without, exact)
     dropped = float(weights.share[np.abs(weights.weight) < ZERO].sum())
     code = _kind(weights, moved=10 * SAME)
     if code == "dropped" and _kind(nearly_fresh, moved=HARDLY / 10) != "dropped":
@@ -277,15 +312,19 @@ def judge(
     at_once = _at_once(nearly_fresh) if code != "dropped" else None
     if at_once is not None:
         code = at_once.code
-    if code == "soft" and cosine < _against(without, exact)[0] - 1e-6:
+    if code == "soft" and cosine < of_none[0] - 1e-6:
         code = "worse"
     if code == "mixed":
         code = "clipped"
+    if code not in FAULTS and _pushes_away(weights):
+        code = "away"
 
     more = at_once.text if at_once is not None else ""
     if code == "no_ratio":
-        sign = _sign_without_ratio(weights, moved=10 * SAME)
-        more = f" where credit is {SIGNS[sign]}; the other tokens have one" if sign else ""
+        more = _where_without_ratio(weights, moved=10 * SAME)
+    if code == "inverted":
+        side = _side_that_falls(weights)
+        more = f", where the ratio is {side}" if side else ""
     if code == "clipped":
         more = _region(weights)
     if code == "soft":
@@ -294,7 +333,9 @@ def judge(
 
     return Stale(
         code=code,
-        text=_text(code, residual=residual, dropped=dropped, lag=lag, more=more),
+        text=_text(
+            code, residual=residual, of_none=of_none[2], dropped=dropped, lag=lag, more=more
+        ),
         cosine=cosine,
         scale=scale,
         residual=residual,
@@ -345,8 +386,10 @@ def _at_once(nearly_fresh: StaleWeights) -> _AtOnce | None:
     return _AtOnce("discounted", f": {times} times as much")
 
 
-def _text(code: str, *, residual: float, dropped: float, lag: int, more: str = "") -> str:
-    """``more``: numbers that belong to the code."""
+def _text(
+    code: str, *, residual: float, of_none: float, dropped: float, lag: int, more: str = ""
+) -> str:
+    """``more``: numbers that belong to the code; ``of_none``: the bias without any ratio."""
     behind = "1 version" if lag == 1 else f"{lag} versions"
     if code in FAULTS:
         bias = f" ({residual:.1%} of the update is bias)" if residual else ""
@@ -355,6 +398,8 @@ def _text(code: str, *, residual: float, dropped: float, lag: int, more: str = "
         return f"samples that are {behind} old: no bias beside fresh ones"
     beside = f", and {dropped:.1%} of the pull is dropped" if dropped > FEW else ""
     bias = f"{residual:.1%} of the update is bias"
+    if residual > of_none:
+        bias += f", more than without any ratio ({of_none:.1%})"
     return f"samples that are {behind} old: {bias}: {KINDS[code]}{more}{beside}"
 
 
@@ -382,14 +427,77 @@ def _kind(weights: StaleWeights, moved: float) -> str:
     if _sign_without_ratio(weights, moved=moved):
         return "no_ratio"
 
+    of_signs = {_kind_of_sign(weights, sign=sign, moved=moved) for sign in SIGNS}
+    if "" not in of_signs:
+        faults = of_signs & {*FAULTS}
+        return faults.pop() if faults else "mixed_kinds"
+
     for code, ratio in _known(weights):
         same = np.abs(weight - ratio) <= SAME * np.maximum(1.0, ratio)
         follows = same & kept & (np.abs(np.log(ratio)) > moved)
-        beyond = ~same & kept
-        if code not in FAULTS and weighs(follows) and _is_cap(weight[beyond], ratio[beyond]):
+        if code not in FAULTS and weighs(follows) and _is_cap(weights, ratio, same=same, kept=kept):
             return "capped"
 
+    if _share_without_ratio(weights, moved=moved):
+        return "no_ratio"
     return _direction(weights, kept)
+
+
+def _kind_of_sign(weights: StaleWeights, *, sign: int, moved: float) -> str:
+    """The code of the weight of all tokens with credit of this sign; empty: none is known, some are
+    dropped, or none has moved."""
+    of_sign = weights.credit == sign
+    has_moved = of_sign & (np.abs(weights.token) > moved)
+    if float(weights.share[has_moved].sum()) <= FEW:
+        return ""
+    for code, ratio in _known(weights):
+        same = np.abs(weights.weight - ratio) <= SAME * np.maximum(1.0, ratio)
+        if float(weights.share[of_sign & ~same].sum()) <= FEW:
+            # Tokens that move one way only weigh 1 beside a cap at 1 too.
+            return "" if code == "no_ratio" else code
+    return ""
+
+
+def _share_without_ratio(weights: StaleWeights, moved: float) -> float:
+    """The share of the tokens that weigh as much as fresh ones although they have moved, where all
+    others have one known ratio; 0.0: there are others."""
+    kept = np.abs(weights.weight) > ZERO
+    is_fresh = kept & (np.abs(weights.weight - 1) <= SAME)
+    for code, ratio in _known(weights):
+        if code in FAULTS:
+            continue
+        same = np.abs(weights.weight - ratio) <= SAME * np.maximum(1.0, ratio)
+        follows = same & kept & (np.abs(np.log(ratio)) > moved)
+        rest = kept & ~same & ~is_fresh
+        without = float(weights.share[is_fresh & ~same].sum())
+        if float(weights.share[follows].sum()) > FEW and float(weights.share[rest].sum()) <= FEW:
+            return without if without > FEW else 0.0
+    return 0.0
+
+
+def _where_without_ratio(weights: StaleWeights, moved: float) -> str:
+    """Which tokens have no ratio, where others have one."""
+    sign = _sign_without_ratio(weights, moved=moved)
+    if sign:
+        return f" where credit is {SIGNS[sign]}; the other tokens have one"
+    part = _share_without_ratio(weights, moved=moved)
+    return f" in {part:.1%} of the pull; the other tokens have one" if part else ""
+
+
+def _pushes_away(weights: StaleWeights) -> bool:
+    """Whether what the loss adds to the credit raises the probability of tokens that have become
+    likelier, and lowers that of the others. A penalty on the distance does the opposite."""
+    root = np.sqrt(weights.share)
+    gained = root * weights.beside
+    if float(root @ np.abs(gained)) <= SAME:
+        return False
+    for log_ratio in (weights.token, weights.sequence):
+        moved = root * log_ratio
+        # The slope is that of the loss: below zero, a step raises the probability.
+        most = float(np.linalg.norm(gained) * np.linalg.norm(moved))
+        if float(gained @ moved) < -AWAY * most:
+            return True
+    return False
 
 
 def _sign_without_ratio(weights: StaleWeights, moved: float) -> int:
@@ -459,13 +567,27 @@ def _known(weights: StaleWeights) -> Iterator[tuple[str, Floats]]:
         yield "inverted", np.exp(-log_ratio)
     for log_ratio in (weights.previous, weights.following):
         yield "shifted", np.exp(log_ratio)
+    yield "diluted", np.exp(weights.sequence / weights.all_tokens)
 
 
-def _is_cap(weight: Floats, ratio: Floats) -> bool:
-    """Whether ``weight`` is the nearer end of an interval, where ``ratio`` is beyond it."""
-    above = weight < ratio
-    ends = [weight[above], weight[~above]]
-    return all(len(end) == 0 or float(np.ptp(end)) < SAME * float(end.max()) for end in ends)
+def _is_cap(weights: StaleWeights, ratio: Floats, same: BoolColumn, kept: BoolColumn) -> bool:
+    """Whether the weight is the nearer end of an interval where ``ratio`` is beyond it, and
+    ``ratio`` within: an interval for credit of each sign."""
+    weight = weights.weight
+    for sign in SIGNS:
+        of_sign = kept & (weights.credit == sign)
+        above = of_sign & ~same & (weight < ratio)
+        below = of_sign & ~same & (weight > ratio)
+        for beyond in (above, below):
+            if beyond.any() and float(np.ptp(weight[beyond])) >= SAME * float(weight[beyond].max()):
+                return False
+        within = ratio[of_sign & same]
+        lowest = weight[below].max(initial=0.0)
+        highest = weight[above].min(initial=np.inf)
+        leaves = (within > highest * (1 + SAME)) | (within < lowest * (1 - SAME))
+        if float(weights.share[of_sign & same][leaves].sum()) > FEW:
+            return False
+    return True
 
 
 def _sides(weights: StaleWeights, kept: BoolColumn, log_ratio: Floats) -> str:
@@ -483,21 +605,30 @@ def _sides(weights: StaleWeights, kept: BoolColumn, log_ratio: Floats) -> str:
 def _direction(weights: StaleWeights, kept: BoolColumn) -> str:
     """Whether the weight of the tokens that are kept rises with the ratio near 1, as that does."""
     slope = _power(weights)[1]
-    if slope < -0.25:
+    if slope < FALLS or _side_that_falls(weights):
         return "inverted"
     if slope > STEEP:
         return "excessive"
     return "mixed" if float(weights.share[~kept].sum()) > FEW else "soft"
 
 
-def _power(weights: StaleWeights) -> tuple[float, float]:
+def _side_that_falls(weights: StaleWeights) -> str:
+    """The side of 1 on which the weight falls while the ratio rises, as with its distance from 1;
+    empty: it falls on both, or on none."""
+    falls = {side: _power(weights, side)[1] < FALLS for side in SIDES}
+    return next((SIDES[side] for side in SIDES if falls[side] and not falls[-side]), "")
+
+
+def _power(weights: StaleWeights, side: int = 0) -> tuple[float, float]:
     """How much of the weights of positive sign near 1 a power of a ratio explains, and that power;
-    of the ratio that explains most."""
+    of the ratio that explains most. ``side``: only above 1, or only below."""
     positive = weights.weight > ZERO
     best = (0.0, 1.0)
     mean = weights.sequence / np.maximum(weights.length, 1)
     for log_ratio in (weights.token, weights.sequence, mean, weights.prefix):
         near = positive & (np.abs(log_ratio) < NEAR) & (np.abs(log_ratio) > SAME)
+        if side:
+            near &= np.sign(log_ratio) == side
         share = weights.share[near]
         if float(share.sum()) <= FEW:
             continue

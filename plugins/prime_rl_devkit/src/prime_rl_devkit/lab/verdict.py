@@ -10,7 +10,7 @@ from prime_rl_devkit.lab.proof import SOUND, Estimate, Finding
 
 CLOSE = 1e-3
 """Difference of two scales that are the same: a divisor may have a small number added to it."""
-WORST = ("refused", "shared", "memory", "off_mask", "opposite", "zero")
+WORST = ("refused", "random", "shared", "memory", "off_mask", "opposite", "zero")
 LEAST = ("scaled", "stale", "divisor", "unbiased", "beside", "undeclared")
 
 
@@ -22,6 +22,8 @@ class Memory:
     """Groups that the same instance scored before."""
     of_class: bool = False
     """Groups that another instance scored: that of another env."""
+    is_random: bool = False
+    """The same group gets another credit each time, and the same one after a seed is set."""
     of_order: bool = False
     """The place of a rollout in its group."""
 
@@ -35,7 +37,7 @@ def findings(
 ) -> list[Finding]:
     """The worst first. ``averages``: the loss averages the tokens of a unit, so that its scale has
     no name; ``unit``: what the divisor counts."""
-    if memory.of_class or memory.of_instance:
+    if memory.is_random or memory.of_class or memory.of_instance:
         # The estimates mix groups that no run would mix: they say nothing.
         return [*_of_memory(estimates, memory)]
     listed = [
@@ -65,7 +67,14 @@ def _rank(finding: Finding) -> int:
 
 def _of_memory(estimates: Sequence[Estimate], memory: Memory) -> Iterator[Finding]:
     problem = estimates[0].problem if estimates else ""
-    if memory.of_class:
+    if memory.is_random:
+        text = (
+            "the same group gets another credit each time that it is scored: the credit is random, "
+            "so nothing can be proved, and no run can be repeated. Draw from a generator that is "
+            "seeded with numbers of the rollout, such as its group_id"
+        )
+        yield Finding("random", problem, text)
+    elif memory.of_class:
         text = (
             "the credit of a group depends on groups that another instance has scored, so on the "
             "rewards of other envs: the class or its module keeps state, or credit is random"
@@ -288,6 +297,17 @@ def _likelihood(estimate: Estimate, fit: Fit) -> str:
     return "tokens count by how likely the policy was to sample them"
 
 
+def _token(estimate: Estimate, fit: Fit) -> str:
+    return "tokens count by which token of the vocabulary they are, wherever they stand"
+
+
+def _apart(estimate: Estimate, fit: Fit) -> str:
+    return (
+        "the part of the credit that does not depend on the rewards: with all rewards at 0, the "
+        "update is not that of the objective"
+    )
+
+
 def _entropy(estimate: Estimate, fit: Fit) -> str:
     return "tokens count by the entropy of the policy in their place"
 
@@ -318,6 +338,8 @@ TEXT_OF: Mapping[str, Callable[[Estimate, Fit], str]] = {
     "place": _place,
     "likelihood": _likelihood,
     "entropy": _entropy,
+    "token": _token,
+    "apart": _apart,
     "other": _other,
 }
 """The name of a cause, in words."""

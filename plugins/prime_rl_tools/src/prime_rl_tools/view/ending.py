@@ -193,7 +193,7 @@ def rewards_are_of_a_script(run_dir: Path) -> bool:
     try:
         orchestrator = json.loads((run_dir / "configs" / "run.json").read_bytes())["orchestrator"]
         envs = [*orchestrator["train"]["env"], *orchestrator["eval"]["env"]]
-        return any("functions" in env["args"] for env in envs)
+        return any(env["id"] == "function" and "functions" in env["args"] for env in envs)
     except (OSError, ValueError, LookupError, TypeError):  # a summary is printed all the same
         return False
 
