@@ -130,6 +130,25 @@ def test_the_last_batch_is_found_before_other_and_incomplete_lines(tmp_path):
     assert last_batch(path)["step"] == 2
 
 
+@pytest.mark.parametrize("num_lines", [1, 200])
+def test_the_last_batch_is_found_before_long_lines(tmp_path, num_lines):
+    """Such as the evaluations of a run with hundreds of envs."""
+    path = tmp_path / "metrics.jsonl"
+    batches = [{"step": step, "progress/total_tokens": 9.0 * step} for step in (1, 2)]
+    long = {"step": 2} | {f"eval/env{n}/all/reward/mean": 0.5 for n in range(2_000)}
+    rows = [*batches, *[long] * num_lines]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert path.stat().st_size > 60_000 * num_lines
+    assert last_batch(path)["step"] == 2
+
+
+def test_a_file_without_a_batch_has_no_last_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 0} | {f"eval/env{n}/all/reward/mean": 0.5 for n in range(10_000)}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    assert last_batch(path) == {}
+
+
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(run_states, "TAIL_BYTES", 100)
     path = tmp_path / "metrics.jsonl"

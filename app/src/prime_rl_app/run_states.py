@@ -36,7 +36,8 @@ LATEST = "latest"
 """Instead of a run's name: the newest run."""
 
 TAIL_BYTES = 1 << 18
-"""How much of the end of ``metrics.jsonl`` is searched for the last batch."""
+"""How much of the end of ``metrics.jsonl`` is searched first for the last batch: more if it is not
+there, because a line of a run with hundreds of envs is as long, and many may follow it."""
 FULL_MIB = 16.0
 """A disk with less free space is full: processes may have failed without being able to say so."""
 
@@ -112,18 +113,22 @@ def state_of(run_dir: Path) -> str:
 
 
 def last_batch(path: Path) -> dict[str, Any]:
-    """The last line of ``metrics.jsonl`` that describes a batch; empty if there is none near the
-    end. Raises ``RunError`` if it or a line after it is damaged."""
+    """The last line of ``metrics.jsonl`` that describes a batch; empty if there is none.
+    Raises ``RunError`` if it or a line after it is damaged."""
     if not path.exists():
         return {}
     with reading(path):
-        for line in reversed(last_lines(path, TAIL_BYTES)):
-            if line.strip():
-                row = parse_row_of(path, line, _Batch)
-                if "progress/total_tokens" in row:
-                    return row
+        num_bytes = TAIL_BYTES
+        while True:
+            for line in reversed(last_lines(path, num_bytes)):
+                if line.strip():
+                    row = parse_row_of(path, line, _Batch)
+                    if "progress/total_tokens" in row:
+                        return row
 
-    return {}
+            if num_bytes >= path.stat().st_size:
+                return {}
+            num_bytes *= 4
 
 
 def list_runs(

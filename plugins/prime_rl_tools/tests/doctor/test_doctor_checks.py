@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from waiting import LIMIT
 
 from prime_rl import PluginConfig, Rollout, Sample
+from prime_rl.rundir.status import Status
 from prime_rl_app.cli.app import app
 from prime_rl_app.saved_rollouts import write_rollouts
 from prime_rl_tools.doctor import History, diagnose, pace_line
@@ -554,6 +555,21 @@ def test_a_short_run_gets_no_verdict(tmp_path):
     assert diagnose(run.save()) == []
     said = CliRunner().invoke(app, ["doctor", "run", "--output-dir", str(tmp_path / "outputs")])
     assert "8 steps; a verdict needs 12" in said.output
+
+
+@pytest.mark.parametrize("steps", [8, STEPS])
+def test_beside_json_stands_what_its_list_of_verdicts_does_not_say(tmp_path, steps):
+    """An empty list alone would read as a run without a fault."""
+    run_dir = Recorded(tmp_path / "outputs/run", steps=steps).save()
+    (run_dir / "status").mkdir(exist_ok=True)
+    Status(run_dir / "status/trainer.json").report("failed", error="out of memory")
+    supervisor = {"pid": 1, "host": "elsewhere", "started": 1.0, "state": "failed"}
+    (run_dir / "status/supervisor.json").write_text(json.dumps(supervisor))
+    command = ["doctor", "run", "--json", "--output-dir", str(tmp_path / "outputs")]
+    said = CliRunner().invoke(app, command)
+    assert json.loads(said.stdout) == []
+    assert "failed  trainer: out of memory\n" in said.stderr
+    assert ("8 steps; a verdict needs 12" in said.stderr) == (steps == 8)
 
 
 def test_the_page_lists_every_verdict():

@@ -422,3 +422,35 @@ def small(number):
         env="words", example_id=number, group_id=number // 4, reward=number % 10 / 10,
         samples=[sample],
     )  # fmt: skip
+
+
+def test_curves_with_more_points_than_a_call_takes_arguments_are_drawn(browser, tmp_path):
+    run_dir = tmp_path / "run"
+    make_run(run_dir, "centred", steps=1)
+    names = ["train/agg/all/reward/mean", *(f"train/env{n}/all/reward/mean" for n in range(19))]
+    lines = [{"step": step} | dict.fromkeys(names, step % 2) for step in range(10_000)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(run_dir, tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+
+    drawn = "document.querySelector('.chart svg')"
+    labels = browser.eval(f"[...{drawn}.querySelectorAll('text')].map(t => t.textContent)")
+    assert labels == ["0", "0.5", "1", "0", "9999"]
+    points = f"[...{drawn}.querySelectorAll('polyline')].map(l => l.points.length)"
+    assert browser.eval(points) == [10_000] * 20
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3846153846153847, "3.846e15"),
+        (-1e17, f"{MINUS}1e17"),
+        (999_949, "999900"),
+        (999_960, "1e6"),
+        (0.000207, f"2.07e{MINUS}4"),
+        (0, "0"),
+    ],
+)
+def test_a_large_number_is_as_short_as_a_small_one(page, value, text):
+    assert page.eval(f"number({value})") == text

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from prime_rl import ChatTemplate, PluginConfig
@@ -18,11 +19,11 @@ LAST = 12
 TALK = [["user", "say  it\nbackwards"], ["assistant", "ti yas"]]
 
 
-def measured(run_dir, when, reward, version=0, talk=TALK):
+def measured(run_dir, when, reward, version=0, talk=TALK, env="held"):
     """Add a line to ``evals.jsonl``. Returns the result in it."""
     shown = [{"reward": reward, "messages": talk, "error": None}]
     result = {
-        "env": "held",
+        "env": env,
         "policy_version": version,
         "reward": reward,
         "num_rollouts": 8,
@@ -131,6 +132,68 @@ def test_the_plot_is_a_png(tmp_path):
     run_with(tmp_path, [0.1, 0.2, 0.3])
     data = (tmp_path / "learning_curve.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the newest learning curve, as lines by their names."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a: (figures.append(f), save(f, *a)))
+
+    def lines():
+        (axes,) = figures[-1].axes
+        return {line.get_label(): line for line in axes.lines}, axes
+
+    return lines
+
+
+def test_held_out_envs_are_told_apart_in_the_plot(tmp_path, drawn):
+    for number in range(8):
+        for step in (0, 12):
+            measured(tmp_path, "before" if not step else "after", 0.5, step, env=f"env{number}")
+    rewarded(tmp_path, [0.1, 0.2])
+    printed(tmp_path)
+    lines, _ = drawn()
+    held = [line for name, line in lines.items() if name.startswith("held out: ")]
+    assert len(held) == len({(line.get_color(), line.get_marker()) for line in held}) == 8
+
+
+def test_of_many_held_out_envs_the_legend_counts_those_that_it_does_not_name(tmp_path, drawn):
+    for number in range(60):
+        measured(tmp_path, "before", 0.5, env=f"env{number:02}")
+    rewarded(tmp_path, [0.1, 0.2])
+    printed(tmp_path)
+    lines, axes = drawn()
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    held = [f"held out: env0{number}" for number in range(8)]
+    assert named == ["sampled reward (each step)", "running mean", *held, "held out: 52 others"]
+    assert len(axes.lines) == 62 and axes.get_position().height > 0.5
+    assert len(lines["held out: 52 others"].get_xdata()) == 1
+
+
+def test_a_long_name_leaves_the_curves_their_room(tmp_path, drawn):
+    measured(tmp_path, "before", 0.5, env="long " * 80)
+    rewarded(tmp_path, [0.1, 0.2])
+    printed(tmp_path)
+    _, axes = drawn()
+    assert axes.get_position().width > 0.8
+
+
+def test_the_reward_of_one_step_is_seen_in_the_plot(tmp_path, drawn):
+    run_with(tmp_path, [0.25])
+    lines, _ = drawn()
+    for name in ("sampled reward (each step)", "running mean"):
+        assert lines[name].get_marker() == "o"
+
+
+def test_the_plot_of_a_run_without_rewards_shows_its_loss(tmp_path, drawn):
+    rows = [{"step": n, "loss/mean": 1 / n} for n in (1, 2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed(tmp_path)
+    lines, axes = drawn()
+    assert list(lines["loss (each step)"].get_ydata()) == [1.0, 0.5, 0.25]
+    assert axes.get_ylabel() == "loss"
 
 
 def test_a_run_without_metrics_still_has_a_summary(tmp_path):

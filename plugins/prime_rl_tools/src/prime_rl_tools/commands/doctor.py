@@ -45,14 +45,19 @@ def doctor(run: RunName = LATEST, output_dir: OutputDir = OUTPUTS, as_json: AsJs
     steps = history.steps
     if as_json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
-        return
 
     width = min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 24)).columns)
     errors = [_wrapped(printable(f"failed  {error}"), width) for error in failures(history.run_dir)]
     if len(steps) < MIN_STEPS:
-        typer.echo(f"{history.run_dir}: {counted(len(steps), 'step')}; a verdict needs {MIN_STEPS}")
-        for line in errors:  # a run that ended so soon says why
-            typer.echo(line)
+        # Beside an empty list too: it would read as a run without a fault.
+        text = f"{history.run_dir}: {counted(len(steps), 'step')}; a verdict needs {MIN_STEPS}"
+        for line in (text, *errors):  # a run that ended so soon says why
+            typer.echo(line, err=as_json)
+        return
+
+    if as_json:
+        for line in errors:
+            typer.echo(line, err=True)
         return
 
     findings = counted(len(verdicts), "finding")

@@ -19,6 +19,13 @@ LOG = "recoveries.jsonl"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
 PLOT = "learning_curve.png"
+LOSS = "loss/mean"
+
+COLORS = ("#d9822b", "#2a9562", "#a655ad", "#c0445c", "#8a6d3b")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+"""Of the held-out envs: no two that have a name in the legend share both."""
+MOST_NAMED = 8
+"""Held-out envs with a name in the legend: more would cover the curves."""
 
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
 """Evaluations by when they were made: ``before``, ``during`` or ``after`` training."""
@@ -85,8 +92,14 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2), "utf-8")
     stopped_at = summary["stopped_at"]
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
-    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
-    _plot_curve(run_dir / PLOT, rewards, summary["eval"], title=title)
+    metrics = run_dir / "metrics.jsonl"
+    _plot_curve(
+        run_dir / PLOT,
+        rewards=read_curve(metrics, REWARD),
+        losses=read_curve(metrics, LOSS),
+        results=summary["eval"],
+        title=title,
+    )
 
 
 def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
@@ -120,31 +133,53 @@ def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
 def _plot_curve(
     path: Path,
     rewards: Sequence[tuple[int, float]],
+    losses: Sequence[tuple[int, float]],
     results: Results,
     title: str,
 ) -> None:
-    """Sampled reward over steps, its running mean, and the held-out evaluations."""
+    """Sampled reward over steps, its running mean, and the held-out evaluations. Of a run that has
+    no rewards, such as one on demonstrations alone, the loss."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    steps = [s for s, _ in rewards]
-    values = [v for _, v in rewards]
-    axes.plot(steps, values, color="#9db4d8", linewidth=1, label="sampled reward (each step)")
-    axes.plot(steps, running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
     held_out: dict[str, list[tuple[int, float]]] = {}
     for result in (result for listed in results.values() for result in listed):
         held_out.setdefault(result["env"], []).append((result["policy_version"], result["reward"]))
-    for env, points in sorted(held_out.items()):
-        versions, means = zip(*points, strict=True)
-        style = {"color": "#d9822b", "markersize": 6, "linewidth": 1}
-        axes.plot(versions, means, "o--", label=f"held out: {env}", **style)
+    has_rewards = bool(rewards or held_out)
+    sampled = rewards if has_rewards else losses
 
-    axes.set(xlabel="step", ylabel="reward", title=title)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    if sampled:
+        steps = [s for s, _ in sampled]
+        values = [v for _, v in sampled]
+        marker = "o" if len(sampled) == 1 else None  # one point makes no line
+        name = "sampled reward" if has_rewards else "loss"
+        each_step = {"color": "#9db4d8", "linewidth": 1, "label": f"{name} (each step)"}
+        axes.plot(steps, values, marker=marker, **each_step)
+        mean = {"color": "#1f4e9c", "linewidth": 2, "label": "running mean"}
+        axes.plot(steps, running_mean(values), marker=marker, markersize=4, **mean)
+
+    for place, (env, points) in enumerate(sorted(held_out.items())):
+        versions, means = zip(*points, strict=True)
+        style = {"markersize": 6, "linewidth": 1, "linestyle": "--"}
+        if place < MOST_NAMED or len(held_out) == MOST_NAMED + 1:
+            style |= {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
+            style |= {"label": f"held out: {env}", "zorder": 3}  # not covered by the others
+        else:
+            style |= {"color": "#b0b0b0", "marker": "."}
+            if place == MOST_NAMED:
+                style["label"] = f"held out: {len(held_out) - MOST_NAMED} others"
+        axes.plot(versions, means, **style)
+
+    axes.set(xlabel="step", ylabel="reward" if has_rewards else "loss", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    if axes.lines:
+        place_of_legend = "lower right" if has_rewards else "upper right"
+        legend = axes.legend(loc=place_of_legend, frameon=False)
+        legend.set_in_layout(False)  # a long name would leave the curves no room
     figure.savefig(path)
     pyplot.close(figure)
 

@@ -183,7 +183,7 @@ function drawAges() {
   const all = runs.map(agesOf);
   const steps = [...new Set(all.flatMap((each) => [...each.keys()]))].sort((a, b) => a - b);
   const newest = steps.length - 1;
-  const most = Math.max(...all.flatMap((each) => [...each.values()].map((shares) => shares.length)));
+  const [, most] = bounded(all.flatMap((each) => [...each.values()].map((shares) => shares.length)));
   const said = el("output", {}), bars = el("div", { class: "bars" });
   const show = (step) => {
     said.textContent = `batch ${step} `;
@@ -236,8 +236,8 @@ function chart(box, title, series, note = null) {
   box.append(el("h2", {}, title), legend, ...(note ? [below] : []));
   if (!all.length) return box.append(el("p", { class: "empty" }, "nothing recorded"));
   const xs = all.map(([x]) => x), ys = all.map(([, y]) => y);
-  const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
-  let y0 = Math.min(...ys), y1 = Math.max(...ys);
+  const [x0, newest] = bounded(xs), x1 = Math.max(newest, x0 + 1);
+  let [y0, y1] = bounded(ys);
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.5, y1 + (Math.abs(y1) || 1) * 0.5];
   const labels = axisLabels([y0, (y0 + y1) / 2, y1].map((y) => (Math.abs(y) < (y1 - y0) * 1e-6 ? 0 : y)));
   const L = 10 + 6 * Math.max(...labels.map(([, label]) => label.length)), R = 8, T = 6, B = 16; // 6 px a digit
@@ -312,6 +312,7 @@ function drawHistogram() {
     el("div", { class: "ends" }, el("span", {}, rewards.length ? number(low, 3) : ""), el("span", {}, rewards.length ? number(high, 3) : "")));
 }
 
+// Not Math.min(...values): a call takes about 100,000 arguments, and a long run has more points.
 const bounded = (values) => values.reduce(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
 
 function keepRewards(from, to) {

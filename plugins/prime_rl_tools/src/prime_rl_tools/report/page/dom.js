@@ -26,11 +26,12 @@ function svg(tag, props, text) {
   return made;
 }
 
-// Small numbers have an exponent: 2.07e−4 fits a column that 0.000207 does not.
+// Small and large numbers have an exponent: 2.07e−4 fits a column that 0.000207 does not.
 const number = (value, digits = 4) => {
   if (value === null || value === undefined) return "–";
-  const rounded = Number(value.toPrecision(digits));
-  const text = rounded !== 0 && Math.abs(rounded) < 0.001 ? rounded.toExponential() : String(rounded);
+  const rounded = Number(value.toPrecision(digits)), size = Math.abs(rounded);
+  const isPlain = size === 0 || (size >= 0.001 && size < 1e6);
+  const text = isPlain ? String(rounded) : rounded.toExponential().replace("+", "");
   return text.replaceAll("-", "−");
 };
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
