@@ -387,7 +387,9 @@ class Run:
 
         info = run_info(self.path)
         picture = self.path / "learning_curve.png"
-        reward = "" if info.reward is None else f", reward {info.reward:.3f}"
+        from prime_rl_app.output import as_reward
+
+        reward = "" if info.reward is None else f", reward {as_reward(info.reward)}"
         text = (
             f"<b>{escape(info.name)}</b>: {info.state}, step {info.step}/{info.max_steps}{reward}"
         )

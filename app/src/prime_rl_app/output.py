@@ -28,6 +28,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def as_reward(value: float) -> str:
+    """``0.375``; with an exponent where three places would read as 0 or fill the line."""
+    is_plain = value == 0 or 0.0005 <= abs(value) < 1e6
+    return f"{value:.3f}" if is_plain else f"{value:.3g}"
+
+
 def say(text: str, stream: TextIO | None) -> None:
     """Print a line for the user; nothing where it cannot be written."""
     if stream is None:  # the shell has closed it: >&-

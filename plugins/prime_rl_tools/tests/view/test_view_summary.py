@@ -134,6 +134,21 @@ def test_the_plot_is_a_png(tmp_path):
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
 
 
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [(3e-5, "3e-05"), (-1e17, "-1e+17"), (0.0, "0.000"), (0.0005, "0.001"), (2.5, "2.500")],
+)
+def test_a_small_reward_does_not_read_as_zero_nor_a_large_one_as_a_row_of_digits(
+    tmp_path, reward, text
+):
+    measured(tmp_path, "before", reward)
+    measured(tmp_path, "after", reward, LAST)
+    rewarded(tmp_path, [reward, reward])
+    said = printed(tmp_path)
+    assert f"Sampled reward  {text} → {text}" in said
+    assert f"Held-out reward {text} → {text}" in said
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """The axes of the newest learning curve, as lines by their names."""

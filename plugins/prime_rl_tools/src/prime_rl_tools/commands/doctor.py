@@ -90,6 +90,7 @@ def _wrapped(text: str, width: int, title: str = "") -> str:
 def reward_lines(run_dir: Path) -> Iterator[str]:
     """The reward at the beginning and at the end, and the shares of rollouts that it does not
     show."""
+    from prime_rl_app.output import as_reward
     from prime_rl_tools.view.outcomes import REWARD, mean_outcomes, outcomes_text, read_batches
 
     batches = [
@@ -102,7 +103,7 @@ def reward_lines(run_dir: Path) -> Iterator[str]:
             shares = outcomes_text(mean_outcomes(rows))
             of_rollouts = f"; of rollouts {shares}" if shares else ""
             over = f"{place} step" if len(rows) == 1 else f"mean of the {place} {len(rows)} steps"
-            yield f"reward {reward:.3f} ({over}){of_rollouts}"
+            yield f"reward {as_reward(reward)} ({over}){of_rollouts}"
 
 
 def _text(verdict: Verdict, width: int) -> str:

@@ -51,6 +51,7 @@ def _print_runs(found: list[RunInfo]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from prime_rl_app.output import as_reward
     from prime_rl_tools.terminal import Console
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -59,7 +60,7 @@ def _print_runs(found: list[RunInfo]) -> None:
     for title in ("step", "reward", "age"):
         table.add_column(title, justify="right", no_wrap=True)
     for run in found:
-        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        reward = "-" if run.reward is None else as_reward(run.reward)
         progress = f"{run.step}/{run.max_steps}"
         table.add_row(
             Text(run.name), _state(run.state), progress, reward, age(time.time() - run.started)
@@ -112,6 +113,7 @@ def _headline(info: RunInfo) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from prime_rl_app.output import as_reward
     from prime_rl_app.run_states import last_batch
     from prime_rl_tools.view.outcomes import outcomes, outcomes_style, outcomes_text
 
@@ -121,7 +123,7 @@ def _headline(info: RunInfo) -> Any:
     table.add_row("run", Text(info.path, "bold"))
     table.add_row("state", _state(info.state))
     table.add_row("step", f"{info.step}/{info.max_steps}")
-    table.add_row("reward", "-" if info.reward is None else f"{info.reward:.3f}")
+    table.add_row("reward", "-" if info.reward is None else as_reward(info.reward))
     shares = outcomes(last_batch(Path(info.path) / "metrics.jsonl"))
     if shares:
         table.add_row("of rollouts", Text(outcomes_text(shares), outcomes_style(shares)))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import durable, whole_steps
-from prime_rl_app.output import counted
+from prime_rl_app.output import as_reward, counted
 from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.outcomes import outcomes_style, outcomes_text
 from prime_rl_tools.view.summary import read_curve, restarts_text
@@ -43,8 +43,10 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         console.print(f"[bold]Stopped at step {summary['stopped_at']}[/]")
     if sampled["first"] is not None:
         steps = f"mean of the first and last {sampled['window']} steps"
+        at_first = as_reward(sampled["first"])
+        at_last = as_reward(sampled["last"])
         console.print(
-            f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
+            f"Sampled reward  [bold]{at_first} → {at_last}[/]   "
             f"[dim]{'first and last step' if sampled['window'] == 1 else steps}[/]"
         )
         shares = sampled.get("outcomes")
@@ -208,7 +210,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
         failed = f"   [red]failed: {after['num_failed']}[/]" if after["num_failed"] else ""
         rollouts = counted(after["num_rollouts"], "rollout")
         console.print(
-            f"Held-out reward [bold]{after['reward']:.3f}[/]   "
+            f"Held-out reward [bold]{as_reward(after['reward'])}[/]   "
             f"[dim]{after['env']}, {rollouts}; not measured before[/]{failed}"
         )
         return
@@ -216,7 +218,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
     numbers = before["num_failed"], after["num_failed"]  # they count as reward 0
     failures = f"   [red]failed: {numbers[0]} before, {numbers[1]} after[/]" if any(numbers) else ""
     console.print(
-        f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
+        f"Held-out reward [bold]{as_reward(before['reward'])} → {as_reward(after['reward'])}[/]   "
         f"[dim]{before['env']}, {counted(before['num_rollouts'], 'rollout')}[/]{failures}"
     )
     table = Table(box=None, header_style="dim", padding=(0, 2))

@@ -26,6 +26,7 @@ from prime_rl.errors import printable
 from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.rows import Tail, metrics_of, parse_row
 from prime_rl.rundir.status import DONE, ENGINES, names_seen
+from prime_rl_app.output import as_reward
 from prime_rl_app.run_states import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
@@ -371,7 +372,7 @@ class MetricsTail:
     def headline(self) -> tuple[str, str] | None:
         """Name and value of the latest reward; without rewards, of the loss."""
         if self.rewards:
-            return "reward", f"{self.rewards[-1]:.3f}"
+            return "reward", as_reward(self.rewards[-1])
         loss = self.latest.get("loss/mean")
         return None if loss is None else ("loss", f"{loss:.3f}")
 
