@@ -52,5 +52,15 @@ class SharedDisk:
         finally:
             self._answer()
 
+    @contextmanager
+    def refusing_one(self, number: int) -> Iterator[None]:
+        """Refuse one call inside, the first being 0."""
+        last = self.seen + number + 1
+        self._refuses = lambda: self.seen == last
+        try:
+            yield
+        finally:
+            self._answer()
+
     def _answer(self) -> None:
         self._refuses = lambda: False

@@ -298,6 +298,76 @@ def test_a_resume_that_fails_before_it_has_written_its_config_leaves_a_run(
     assert find_run("mine", tmp_path) == run_dir
 
 
+def test_a_rewind_leaves_nothing_behind_whatever_look_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``glob`` and ``exists`` of newer Pythons take what cannot be seen for absent. A version of
+    the weights that is left would be loaded into the engines."""
+    glob = Path.glob
+    exists = Path.exists
+
+    def newer_glob(path: Path, pattern: str) -> Any:
+        try:
+            return iter([*glob(path, pattern)])
+        except OSError:
+            return iter(())
+
+    def newer_exists(path: Path) -> bool:
+        try:
+            return exists(path)
+        except OSError:
+            return False
+
+    asked = config(tmp_path, run={"name": "mine"})
+    ended = []
+    for number in range(200):
+        run_dir = tmp_path / f"run_{number}"
+        checkpoint(run_dir, 2, asked)
+        checkpoint(run_dir, 4, asked)
+        unfinished(run_dir, 6).directory.mkdir()
+        for name in ("metrics.jsonl", "trainer.jsonl"):
+            (run_dir / name).write_text('{"step": 2}\n{"step": 3}\n')
+        for folder in ("broadcasts", "rollouts_wire", "averages"):
+            (run_dir / folder / "step_3").mkdir(parents=True)
+        (run_dir / "status").mkdir()
+        (run_dir / "status" / "trainer.json").write_text("{}")
+
+        with monkeypatch.context() as patches:
+            patches.setattr(Path, "glob", newer_glob)
+            patches.setattr(Path, "exists", newer_exists)
+            disk = SharedDisk(patches, run_dir)
+            try:
+                with disk.refusing_one(number):
+                    rewind(run_dir, 2)
+            except OSError:
+                continue
+            if not disk.refused:
+                break
+        ended.append(number)
+        assert sorted(os.listdir(run_dir / "checkpoints")) == ["abandoned_1", "step_2"]
+        for name in ("metrics.jsonl", "trainer.jsonl"):
+            assert (run_dir / name).read_text() == '{"step": 2}\n'
+        left = [path for path in run_dir.rglob("*") if path.name in ("step_3", "trainer.json")]
+        assert left == []
+
+    assert number < 199
+
+
+def test_a_reference_that_cannot_be_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    made = checkpoint(make_run_dir(asked), 2, asked)
+    made.write_reference(1)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as newer Pythons say then
+    assert made.reference == 1
+    disk = SharedDisk(monkeypatch, made.trainer)
+    with disk.refusing(), pytest.raises(ConfigError, match=r"reference\.json cannot be read"):
+        print(made.reference)
+    (made.trainer / "reference.json").unlink()
+    assert made.reference == 0
+
+
 def test_later_checkpoints_find_a_name_beside_what_is_left_of_earlier_ones(tmp_path: Path) -> None:
     asked = config(tmp_path, run={"name": "mine"})
     checkpoint(run_dir := make_run_dir(asked), 4, asked)

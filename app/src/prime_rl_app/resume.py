@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -40,7 +41,7 @@ from prime_rl.rundir.checkpoints import (
 from prime_rl.rundir.control import RECORD, STOP, Supervisor
 from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.rows import parse_row, read_table, whole_lines
-from prime_rl.rundir.status import replace_text
+from prime_rl.rundir.status import names_in, replace_text
 
 LATEST = "latest"
 AUTO = "auto"
@@ -282,7 +283,8 @@ def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | N
 
 def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
     """Remove what a run wrote after step ``step``. Later checkpoints go first: if the process dies
-    in between, ``latest`` is already the right checkpoint. ``kept``: processes that go on."""
+    in between, ``latest`` is already the right checkpoint. ``kept``: processes that go on. Raises
+    ``OSError`` rather than leave what cannot be seen, as ``glob`` does in newer Pythons."""
     _abandon(run_dir, step)
     for name in ("metrics.jsonl", "trainer.jsonl", "expert_load.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
@@ -291,17 +293,21 @@ def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
     # The trainer has its average and its reference in its checkpoint.
     for folder in ("rollouts_wire", "averages", "references"):
         _remove_steps(run_dir / folder, after=-1)
-    for path in (run_dir / "status").glob("*.json"):
-        if path.stem not in ("supervisor", *kept):
+    status = run_dir / "status"
+    for path in (status / name for name in names_in(status)):
+        if path.suffix == ".json" and path.stem not in ("supervisor", *kept):
             path.unlink()
 
 
 def _cut(path: Path, step: int) -> None:
     """Keep the complete lines up to a step."""
-    if not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         return
+
     kept = []
-    for line in whole_lines(path.read_bytes()):
+    for line in whole_lines(data):
         with suppress(ValueError):
             if parse_row(line)["step"] <= step:
                 kept.append(line + b"\n")
@@ -310,20 +316,31 @@ def _cut(path: Path, step: int) -> None:
 
 def _remove_steps(folder: Path, after: int) -> None:
     """Delete each ``step_N`` with N greater than ``after``, and every unfinished ``.step_N``."""
-    for path in [*folder.glob("step_*"), *folder.glob(".step_*")]:
-        number = path.name.removeprefix("step_").split(".")[0]
-        if path.name.startswith(".") or (number.isdecimal() and int(number) > after):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in names_in(folder):
+        number = name.removeprefix("step_").split(".")[0]
+        is_later = name.startswith("step_") and number.isdecimal() and int(number) > after
+        if is_later or name.startswith(".step_"):
+            _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder or a file."""
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _abandon(run_dir: Path, step: int) -> None:
     """Move later checkpoints away, and delete incomplete ones."""
     folder = checkpoints_dir(run_dir)
-    for leftover in [*folder.glob(".step_*"), *folder.glob(".removed_*")]:
-        shutil.rmtree(leftover)
+    names = names_in(folder)
+    for name in names:
+        if name.startswith((".step_", ".removed_")):
+            shutil.rmtree(folder / name)
     later = [n for n in whole_steps(run_dir) if n > step]
     if later:
-        numbers = (path.name.removeprefix("abandoned_") for path in folder.glob("abandoned_*"))
+        numbers = (name.removeprefix("abandoned_") for name in names)
         number = 1 + max((int(each) for each in numbers if each.isdecimal()), default=0)
         aside = folder / f"abandoned_{number}"
         aside.mkdir()

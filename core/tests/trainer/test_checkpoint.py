@@ -346,6 +346,14 @@ def test_a_look_that_the_disk_refuses_leaves_out_no_checkpoint_that_was_begun(
             assert checkpointer.is_due(step, 9) == (step == 3)
     assert disk.refused > 1
 
+    refused = disk.refused
+    with disk.refusing(0.5):
+        for _ in range(5):
+            checkpointer._check_orchestrators_part(3)
+            with pytest.raises(FileNotFoundError, match="the orchestrator's part is not in"):
+                checkpointer._check_orchestrators_part(4)
+    assert disk.refused > refused
+
 
 def test_a_version_whose_files_the_disk_refuses_to_show_has_no_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

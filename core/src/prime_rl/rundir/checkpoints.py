@@ -77,7 +77,9 @@ class Checkpoint:
         did. Raises ``ConfigError``."""
         path = self.trainer / REFERENCE
         try:
-            return int(read_table(path, dict[str, int])["version"]) if path.exists() else 0
+            return int(read_table(path, dict[str, int])["version"])
+        except FileNotFoundError:
+            return 0
         except (OSError, RunError, LookupError) as error:
             raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
 
@@ -100,7 +102,8 @@ class Checkpoint:
     @property
     def is_adapter(self) -> bool:
         """Whether ``weights`` holds what trained beside the model, and not the model."""
-        return not any(self.weights.glob("model*.safetensors"))
+        names = names_in(self.weights)
+        return not any(n.startswith("model") and n.endswith(".safetensors") for n in names)
 
     @property
     def is_whole(self) -> bool:

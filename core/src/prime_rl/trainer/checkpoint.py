@@ -129,10 +129,10 @@ class Checkpointer:
         )
 
     def _check_orchestrators_part(self, step: int) -> None:
-        target = unfinished(self._run_dir, step)
-        if not target.progress.exists():
+        if not self._has_orchestrators_part(step):
+            folder = unfinished(self._run_dir, step).orchestrator
             raise FileNotFoundError(
-                f"the orchestrator's part is not in {target.orchestrator} (its log says why)"
+                f"the orchestrator's part is not in {folder} (its log says why)"
             )
 
     def _keep(self, trainer: TrainerState, step: int, published: Path) -> None:

@@ -237,6 +237,19 @@ def test_the_command_prints_changes_as_a_table_and_as_json(tmp_path):
     assert change["step"] == 3 and change["frames_equal"] is True and change["num_kept"] == 6
 
 
+def test_an_env_without_a_saved_rollout_changes_nothing(tmp_path):
+    """Such as one of many, or one whose rollouts all fail."""
+    make_run(tmp_path / "run", "centred")
+    path = tmp_path / "run/configs/run.json"
+    config = json.loads(path.read_text())
+    (words,) = config["orchestrator"]["train"]["env"]
+    config["orchestrator"]["train"]["env"].append(words | {"name": "silent"})
+    path.write_text(json.dumps(config))
+    result = command(tmp_path / "run")
+    assert result.exit_code == 0, result.exception
+    assert result.output.count("identical") == 3
+
+
 def test_a_config_names_the_algorithm_of_each_env(tmp_path):
     make_run(tmp_path / "run", "centred")
     other = tmp_path / "other.toml"

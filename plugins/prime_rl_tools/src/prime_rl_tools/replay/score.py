@@ -293,7 +293,8 @@ class _EnvScorer:
     ) -> _EnvScorer:
         """``env``: with the algorithm that scores now. ``brought``: the env's own hooks."""
         assert env.algo is not None
-        algorithm = make_algorithm(env, env.algo, shared, host.agents)
+        # Of an env without a saved rollout, the agents are unknown.
+        algorithm = make_algorithm(env, env.algo, shared, host.agents or None)
         await algorithm.setup(host)
         hooks = scope(host.env, shared, [*brought, algorithm])
         return cls(algorithm, hooks, host, losses)
