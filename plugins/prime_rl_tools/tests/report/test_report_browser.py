@@ -32,7 +32,6 @@ SHOWN = "document.querySelector('.row[aria-selected=true]').dataset.row"
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("profile")) as page:
-        page.size(1440, 900)
         yield page
 
 
@@ -46,6 +45,7 @@ def page(browser, tmp_path):
     write_report(run_dir, tmp_path / "page.html")
     browser.errors.clear()
     browser.requested.clear()
+    browser.size(1440, 900)
     browser.prefers("light")
     browser.open(tmp_path / "page.html")
     browser.run_dir = run_dir
