@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
+import importlib
+import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from prime_rl.rundir.status import Status
 from prime_rl_engine_kit.keys import Keys
-from prime_rl_vllm.prefill import engine_settings, hand_over_prompts, hold_prefill, start_engines
+from prime_rl_vllm.prefill import engine_settings, hand_over_prompts, hold_prefill
 from prime_rl_vllm.state import State
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -299,28 +300,35 @@ async def test_a_prefill_engine_is_held_although_kv_waits_to_be_taken_over() -> 
     pausing.cancel()
 
 
-def test_the_port_of_an_engine_is_chosen_when_those_before_it_have_theirs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each fake engine binds its port, as vLLM's does when its weights are loaded."""
-    name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-    taken: list[str] = []
-    arguments, clients = ModuleType("vllm.engine.arg_utils"), ModuleType("vllm.v1.engine.async_llm")
-    made = SimpleNamespace(create_engine_config=lambda: None)
-    arguments.AsyncEngineArgs = SimpleNamespace(  # type: ignore[attr-defined]
-        from_cli_args=lambda namespace: made
-    )
-    clients.AsyncLLM = SimpleNamespace(  # type: ignore[attr-defined]
-        from_vllm_config=lambda config, disable_log_stats: taken.append(os.environ[name])
-    )
-    for module in (arguments, clients):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv(name, "")
-    # The lowest port that is not taken at the moment of the choice.
-    monkeypatch.setattr("prime_rl_vllm.prefill.free_ports", lambda count: [5600 + len(taken)])
+def test_the_port_of_an_engine_is_chosen_when_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM binds a port that it read before the model was loaded. By then another process has it:
+    here this test."""
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"
+    host = "127.0.0.1"
+    with socket.create_server((host, 0)) as other, ExitStack() as bound:
 
-    start_engines([argparse.Namespace(), argparse.Namespace()])
-    assert (taken, os.environ[name]) == (["5600", "5601"], "5602")
+        class Connector:
+            def __init__(self) -> None:
+                taken = other.getsockname()[1]
+                self.connector_scheduler = SimpleNamespace(
+                    side_channel_host=host, side_channel_port=taken
+                )
+
+            def set_xfer_handshake_metadata_pp_aware(self, metadata: object) -> None:
+                at = (host, self.connector_scheduler.side_channel_port)
+                bound.enter_context(socket.create_server(at))
+
+        module = ModuleType(name)
+        module.NixlConnector = Connector  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+        made = importlib.import_module("prime_rl_vllm.nixl")
+
+        first, second = made.NixlConnector(), made.NixlConnector()
+        for each in (first, second):  # raises if the port is taken
+            each.set_xfer_handshake_metadata_pp_aware({})
+        ports = [each.connector_scheduler.side_channel_port for each in (first, second)]
+        assert len({*ports, other.getsockname()[1]}) == 3
+    del sys.modules["prime_rl_vllm.nixl"]  # it stands on the fake
 
 
 def test_each_engine_has_its_role_and_its_gpus() -> None:
