@@ -385,10 +385,10 @@ class Run:
         """In a notebook: the state in one line, and the learning curve of a run that has ended."""
         from base64 import b64encode
 
-        info = run_info(self.path)
-        picture = self.path / "learning_curve.png"
         from prime_rl_app.output import as_reward
 
+        info = run_info(self.path)
+        picture = self.path / "learning_curve.png"
         reward = "" if info.reward is None else f", reward {as_reward(info.reward)}"
         text = (
             f"<b>{escape(info.name)}</b>: {info.state}, step {info.step}/{info.max_steps}{reward}"

@@ -206,8 +206,8 @@ def _check_alive(process: Process, run_dir: Path) -> None:
 def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     report = read_status(run_dir / "status" / f"{process.name}.json")
     said = str(report.detail.get("error", "")) if report is not None else ""
-    origin = None if report is None else report.facts.fault
-    is_fault = origin == "plugin"  # the log has more, but nothing more to the point
+    fault = None if report is None else report.facts.fault
+    is_fault = fault == "plugin"  # the log has more, but nothing more to the point
     lines = said.splitlines() if is_fault else process.last_lines()
     head = "More is in its log" if is_fault else "The end of its log"
     tail = "\n".join(f"    {line}" for line in lines)
@@ -216,12 +216,12 @@ def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     with suppress(OSError):  # what the text lacks must not hide the failure
         for newest in whole_steps(run_dir)[-1:]:
             resume = f"\n--resume continues from the checkpoint of step {newest}."
-        fault = full_disk(run_dir)  # then neither the log nor the status may have the reason
-        disk = f"\nThe disk of {run_dir} is full: {fault}." if fault else ""
+        lack = full_disk(run_dir)  # then neither the log nor the status may have the reason
+        disk = f"\nThe disk of {run_dir} is full: {lack}." if lack else ""
     text = f"{process.name} {how}. {head} ({process.log}):\n{tail}{disk}{resume}"
     if is_of("inference", process):
         return RunError(text)
-    reason = "" if origin == "other_rank" else said
+    reason = "" if fault == "other_rank" else said
     detail = reason or next(reversed(lines), "") if process.exit_code == 1 else ""
     cause = f"{process.name} {how}" + (f": {detail}" if detail else "")
     return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(reason))

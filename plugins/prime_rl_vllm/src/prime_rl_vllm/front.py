@@ -93,7 +93,7 @@ class Front:
         assert task is not None  # uvicorn has one for each request
         self.state.serving.add(task)
         try:
-            await self._guarded(scope, receive, sent, refuse)
+            await self._guarded(scope, receive, sent, refuse=refuse)
         except asyncio.CancelledError:
             if not self.state.ended:
                 raise
@@ -216,9 +216,9 @@ async def _prepare(state: State, engine: Any) -> None:
     from prometheus_client import REGISTRY
 
     state.engine = engine
+    of_run = state.weights_roots is not None
     for number, each in enumerate(state.engines):
         first = number * state.num_workers
-        of_run = state.weights_roots is not None
         for problem in await state.ask_workers_of(
             each, "prime_rl_remember", state.model_dir, first, of_run
         ):

@@ -1,10 +1,10 @@
-"""vLLM's ``NixlConnector`` with a port that nobody else has.
+"""vLLM's ``NixlConnector`` on a port that no other process uses.
 
 vLLM reads the port from the environment when an engine starts, and binds it when the model is
 loaded. If another process has it by then, the thread that binds it ends, and the engine waits for
 that thread for ever. The port is told to other engines with each prompt, so it may be chosen late.
 
-vLLM asks for the connector's name in places, so it is the same here.
+vLLM compares the connector's name in several places, so this class has the same name.
 """
 
 from __future__ import annotations
